@@ -193,9 +193,7 @@ def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
                 check_tokenizer(tokenizer, config.model.model, executor.geometry.lanes["target"].vocab_size)
             check_vocabularies(executor.geometry, config, is_alike)
             return _engine_over(config, executor, tokenizer), tokenizer
-        except (
-            BaseException
-        ):  # a warning that is an error, or Ctrl-C: whoever catches it must not be left with a process
+        except BaseException:  # a warning that is an error, or Ctrl-C: nobody must be left with a process
             executor.stop()
             raise
 
