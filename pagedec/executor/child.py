@@ -54,8 +54,10 @@ def main(descriptor: int, load: str) -> None:
         sys.stderr.flush()
         os._exit(0)  # memory and devices are the kernel's to clear: Python would take apart torch first, for 0.3 s
     except Exception as error:
-        channel.send(Kind.BROKEN, _pickled(error))
-        raise
+        error.add_note(_whence())
+        with contextlib.suppress(EOFError):  # who has lost another rank has closed it, and has the cause of this
+            channel.send(Kind.BROKEN, _pickled(error))
+        sys.exit(1)  # the engine tells of it, in a line of its log
 
 
 def serve(channel: Channel, load: str) -> None:
@@ -175,7 +177,7 @@ def _answered(number: int, begun: Begun, worker: Worker) -> Message:
 
 
 def _failure(error: Exception, worker: Worker, is_whole: bool) -> Message:
-    error.add_note(f"in the worker process:\n{traceback.format_exc()}")
+    error.add_note(_whence())
     return Kind.FAILED if is_whole and not worker.is_lost() else Kind.BROKEN, _pickled(error)
 
 
@@ -220,6 +222,11 @@ class _Due:
         if number != self._number:
             raise InvariantError(f"masks of step {self._number} were due; those of step {number} came")
         return masks
+
+
+def _whence() -> str:
+    """Where the error that is handled comes from, for whoever reads it in the other process."""
+    return f"in the worker process:\n{traceback.format_exc()}"
 
 
 def _pickled(error: Exception) -> bytes:

@@ -306,6 +306,20 @@ def test_errors_say_where_in_the_worker_they_come_from(crowded: LLM) -> None:
     crowded.engine.scheduler.forget_kv()  # blocks were written that it did not know of
 
 
+def test_what_breaks_a_worker_is_told_by_the_engine_alone(
+    crowded: LLM, expected: list[Tokens], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a line of its log, which may be JSON: no traceback stands between."""
+    executor = executor_of(crowded)
+    os.kill(executor.pid, signal.SIGKILL)
+    wait_for(lambda: executor.problem is not None)
+    executor.mend()  # what that one writes is caught here
+    executor._group.workers[0].channel.send(Kind.TOLD, b"")
+    assert right_answers(crowded) == expected
+    assert "has failed as rank 0: InvariantError: a configuration or a step was due" in caplog.text
+    assert capfd.readouterr().err == ""
+
+
 # -------------------------------------------------------------------------------------------------------------- loading
 def test_loading_fails_as_it_does_here(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="max_model_len is 100000: must be at most"):
