@@ -41,7 +41,7 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
 
 def check_tokenizer(tokenizer: Tokenizer, model: str, vocab_size: int) -> None:
     """Raise `ModelFileError` for a tokenizer with words that the model does not know: it is another model's. Of tokens
-    that were added, for images or a template that is not used, some models know none: they are warned of."""
+    that were added, as for images, some models know not all: those that are in use are warned of."""
     words, added = tokenizer.beyond(vocab_size)
     told = f"has {len(tokenizer.byte_table)} tokens, more than the {vocab_size} of the model {model}"
     if words:

@@ -127,13 +127,15 @@ class Tokenizer:
 
     def beyond(self, num_ids: int) -> tuple[list[str], list[str]]:
         """The names of the tokens that have other ids than the first `num_ids`: of the vocabulary itself, and of those
-        that were added."""
+        that were added the ones in use, which chat templates write or texts begin or end with."""
         if num_ids >= len(self.byte_table):
             return [], []
         added = self._inner.get_added_tokens_decoder()
         far = {token: name for name, token in self.get_vocab().items() if token >= num_ids}
         own = [name for token, name in far.items() if token not in added]
-        return own, [far[token] for token in sorted(far.keys() & added.keys())]
+        ends = {self.bos_token_id, *self.eos_token_ids}
+        used = {t for t, name in far.items() if t in ends or any(name in text for text in self.chat_templates.values())}
+        return own, [far[token] for token in sorted(used & added.keys())]
 
     def apply_chat_template(
         self,

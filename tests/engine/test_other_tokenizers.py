@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -46,6 +47,17 @@ def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, oth
     with pytest.raises(InvalidArgument, match=f"^prompts\\[0\\] is {VOCAB}: token ids must be from 0 to {VOCAB - 1}$"):
         llm.generate(f"a<{VOCAB}>", GREEDY)
     llm.close()
+
+
+@pytest.mark.parametrize("template", ["", f"{{{{ messages }}}}<{VOCAB}>"], ids=["not used", "written"])
+def test_added_tokens_matter_where_they_are_used(tiny_path: Path, others_tokenizer: Path, template: str) -> None:
+    """A text model's tokenizer may have tokens for images, which nobody misses."""
+    config = {"eos_token": "<30>"} | ({"chat_template": template} if template else {})
+    (others_tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LLM(str(tiny_path), tokenizer=str(others_tokenizer), num_blocks=16, dtype="float32").close()
+    assert sum(warning.category is TokenizerWarning for warning in caught) == bool(template)
 
 
 def test_another_model_s_tokenizer(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
