@@ -36,7 +36,7 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, counted
 from pagedec.fields import Flag, Integer, check_fields, option
 
 if TYPE_CHECKING:
@@ -135,9 +135,10 @@ def _summary(summary: BatchSummary) -> str:
     seconds = max(summary.seconds, 1e-9)
     before = f", {summary.num_answered_before} of them before" if summary.num_answered_before else ""
     return (
-        f"{summary.num_lines} lines answered{before}, {summary.num_errors} with errors; {summary.num_answered} lines "
-        f"and {summary.num_output_tokens} tokens in {summary.seconds:.1f} s: {summary.num_answered / seconds:.2f} "
-        f"lines/s, {summary.num_output_tokens / seconds:.1f} tokens/s"
+        f"{counted(summary.num_lines, 'line')} answered{before}, {summary.num_errors} with errors; "
+        f"{counted(summary.num_answered, 'line')} and {counted(summary.num_output_tokens, 'token')} in "
+        f"{summary.seconds:.1f} s: {summary.num_answered / seconds:.2f} lines/s, "
+        f"{summary.num_output_tokens / seconds:.1f} tokens/s"
     )
 
 

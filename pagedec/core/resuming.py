@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pagedec.core.constraint import Forbidden, cut_within
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.protocol import Answer, Child, Query, Verdict
-from pagedec.errors import InvalidArgument, PagedecError, Shown, told
+from pagedec.errors import InvalidArgument, PagedecError, Shown, counted, told
 
 if TYPE_CHECKING:
     from pagedec.core.request import Request
@@ -47,7 +47,7 @@ def check_resume(resume: Resume, num_answers: int, longest: int, vocab_size: int
         field, count = f"resume.answers[{i}]", len(answer.token_ids)
         if count > longest:
             limit = f"must be at most {longest} tokens long: the answer ends there"
-            raise InvalidArgument(f"{field}.token_ids", Shown(f"{count} tokens"), limit)
+            raise InvalidArgument(f"{field}.token_ids", Shown(counted(count, "token")), limit)
         wrong = next((token for token in answer.token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InvalidArgument(f"{field}.token_ids", wrong, f"token ids must be from 0 to {vocab_size - 1}")
@@ -76,10 +76,10 @@ def begin_resumed(request: Request, resume: Resume) -> None:
             raise
         except Exception as error:  # of somebody's own constraint, too
             problem = str(error) if isinstance(error, Forbidden) else told(error)
-            raise InvalidArgument(field, Shown(f"{len(given)} tokens"), problem) from error
+            raise InvalidArgument(field, Shown(counted(len(given), "token")), problem) from error
         if len(cut.tokens) < len(given):
             limit = f"must have nothing behind its end: the answer ends with token {len(cut.tokens)}"
-            raise InvalidArgument(field, Shown(f"{len(given)} tokens"), limit)
+            raise InvalidArgument(field, Shown(counted(len(given), "token")), limit)
     if any(answer.token_ids for answer in resume.answers):
         request.resume = resume
 

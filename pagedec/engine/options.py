@@ -17,7 +17,7 @@ from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
-from pagedec.errors import InvalidArgument, Shown
+from pagedec.errors import InvalidArgument, Shown, counted
 from pagedec.fields import MAX_INT32, float32
 from pagedec.params import RequestParams
 
@@ -195,11 +195,11 @@ def _check_something_is_left(stopping: Stopping, rules: LogitsRules, vocab_size:
         return
     if allowed is not None:
         limit = "must leave a token that may be drawn beside bad_words and, before min_tokens, the stop tokens"
-        raise InvalidArgument("allowed_token_ids", Shown(f"{len(allowed)} tokens"), limit)
+        raise InvalidArgument("allowed_token_ids", Shown(counted(len(allowed), "token")), limit)
     if not single:
         limit = "must leave a token that may be drawn before min_tokens are reached"
-        raise InvalidArgument("stop_token_ids", Shown(f"{len(stopping.ends)} tokens"), limit)
-    raise InvalidArgument("bad_words", Shown(f"{len(single)} tokens"), "must leave a token that may be drawn")
+        raise InvalidArgument("stop_token_ids", Shown(counted(len(stopping.ends), "token")), limit)
+    raise InvalidArgument("bad_words", Shown(counted(len(single), "token")), "must leave a token that may be drawn")
 
 
 def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

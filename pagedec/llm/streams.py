@@ -11,7 +11,7 @@ from pagedec.core.request import Finished
 from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.engine import FinishedRequest
-from pagedec.errors import InvalidArgument, RequestError, Shown
+from pagedec.errors import InvalidArgument, RequestError, Shown, counted
 from pagedec.llm.prompts import Job
 from pagedec.llm.writer import Writer
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
@@ -250,6 +250,7 @@ class _Growing:
         count = min(len(self._told), len(token_ids))
         if self._told[:count] != token_ids[:count]:
             limit = "must be what the request comes to, which it is not: it cannot go on"
-            raise InvalidArgument(f"resume.answers[{self.so_far.index}].token_ids", Shown(f"{count} tokens"), limit)
+            field, given = f"resume.answers[{self.so_far.index}].token_ids", Shown(counted(count, "token"))
+            raise InvalidArgument(field, given, limit)
         if count == len(self._told):
             self._told = []

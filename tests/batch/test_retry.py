@@ -266,7 +266,7 @@ def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         "pagedec: error: retry_failed is true: --restart forgets all answers; give one of the two"
     )
     assert main.main([*command, "--retry-failed"]) == 0
-    assert "pagedec: 2 lines answered, 1 of them before, 0 with errors; 1 lines and " in capsys.readouterr().err
+    assert "pagedec: 2 lines answered, 1 of them before, 0 with errors; 1 line and " in capsys.readouterr().err
     assert main.main([*command, "--retry-failed"]) == 0
     told = f"pagedec: nothing to do: all 2 lines are answered in {out}, 0 with errors\n"
     assert capsys.readouterr().err == told

@@ -112,7 +112,7 @@ def test_reports(fields: dict[str, Any], want: Reporting) -> None:
         ({"bad_words": ["a", "b" * 262144]}, "bad_words is 262145 bytes: must be at most 262144 in all"),
         ({"stop": [""]}, "stop is ''"),
         ({"allowed_token_ids": (1, 2), "bad_words": ["a"]}, "allowed_token_ids is 2 tokens"),
-        ({"allowed_token_ids": (0,), "min_tokens": 1}, "allowed_token_ids is 1 tokens"),
+        ({"allowed_token_ids": (0,), "min_tokens": 1}, "allowed_token_ids is 1 token:"),
         ({"stop_token_ids": range(10), "min_tokens": 1}, "stop_token_ids is 10 tokens"),
     ],
 )

@@ -274,7 +274,7 @@ def test_tokens_that_a_constraint_forbids_are_refused(text_server_breaking: Serv
     given = parameters(8)
     given.constraint.regex = "[0-9]+"
     word = text_server_breaking.llm.get_tokenizer().encode("word")
-    with pytest.raises(grpc.RpcError, match=r"resume.answers\[0\].token_ids is 1 tokens: token .* is not allowed"):
+    with pytest.raises(grpc.RpcError, match=r"resume.answers\[0\].token_ids is 1 token: token .* is not allowed"):
         resumed(text_server_breaking, {"parameters": given}, answers=[pb.ToldAnswer(token_ids=word[:1])])
 
 
