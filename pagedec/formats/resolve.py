@@ -159,7 +159,10 @@ def resolve_model(
     is_preset = load_format == "dummy" and "/" not in name
     _check_revision("revision", revision, name, is_preset)
     if path.is_dir():
-        return _from_directory(name, path, load_format)
+        try:
+            return _from_directory(name, path, load_format)
+        except OSError as error:
+            raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
     if path.is_file() and path.suffix != ".gguf":
         raise ModelFileError(path, "must be a directory or a .gguf file")
     if path.suffix == ".gguf":

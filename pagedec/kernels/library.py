@@ -84,8 +84,11 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.functions = ctypes.CDLL(str(path))
-        version = self.functions.pd_abi_version()  # before anything else: another version may lack functions
+        try:
+            self.functions = ctypes.CDLL(str(path))
+            version = self.functions.pd_abi_version()  # before anything else: another version may lack functions
+        except (OSError, AttributeError) as error:  # cut off, of another processor, or something else
+            raise KernelError(str(error)) from error
         if version != ABI_VERSION:
             raise KernelError(f"{path}: ABI version is {version}; this package needs {ABI_VERSION}: build it again")
         for name, (argument_types, result_type) in PROTOTYPES.items():

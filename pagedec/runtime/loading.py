@@ -102,7 +102,7 @@ def choose_backend(
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
-            library, numbers = load(), NAMES.get(dtype, torch.bfloat16)
+            library, numbers = _loaded(parallel.attention_backend), NAMES.get(dtype, torch.bfloat16)
             if library.isa in DEVICES:
                 return _device_backend(library, numbers, quantization, place, kv_kind)
             if dtype == "float16":
@@ -116,6 +116,14 @@ def choose_backend(
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
     return ReferenceBackend(NAMES.get(dtype, torch.float32), quantization, kv_kind)
+
+
+def _loaded(attention_backend: str) -> Library:
+    try:
+        return load()
+    except KernelError as error:  # of another version, or no library at all
+        limit = f"the compiled kernels cannot be used: {error}; reference does without them"
+        raise InvalidArgument("attention_backend", attention_backend, limit) from error
 
 
 def _check_threads(given: int) -> None:

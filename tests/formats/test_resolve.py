@@ -179,3 +179,12 @@ def test_tokenizer_alone(tmp_path: Path, smollm2: Path) -> None:
     assert resolve_tokenizer(str(tmp_path)) == tmp_path
     assert resolve_tokenizer(str(tmp_path / "tokenizer.json")) == tmp_path / "tokenizer.json"
     assert resolve_tokenizer("smollm2") == smollm2
+
+
+def test_a_directory_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))  # root, who runs tests in containers, may enter all
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ModelFileError, match="cannot be read: Permission denied"):
+        resolve_model(str(tmp_path))

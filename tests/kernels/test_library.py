@@ -142,6 +142,13 @@ def test_instruction_set_that_is_not_built_is_named(library: Library, tmp_path: 
         load("sse9")
 
 
+def test_a_directory_that_this_user_may_not_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.check({"PAGEDEC_LIB_DIR": str(tmp_path)})
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may enter all
+    with pytest.raises(ValueError, match="must be an existing directory that this user may enter"):
+        environment.check({"PAGEDEC_LIB_DIR": str(tmp_path)})
+
+
 def test_other_abi_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int pd_abi_version(void) { return 99; }\n')  # and no function that came later
