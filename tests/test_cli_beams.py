@@ -206,9 +206,12 @@ def test_trees_are_saved(stand_in: type[StandIn], tmp_path: Path, capsys: pytest
     assert (tmp_path / "two-2.HTML").read_text().startswith("<!DOCTYPE html>")
     capsys.readouterr()
     (tmp_path / "taken.svg").mkdir()
-    assert main.main(["generate", "a", "--save-tree", str(tmp_path / "taken.svg")]) == main.USER_ERROR
-    shown = capsys.readouterr()
-    assert "taken.svg: cannot be written: Is a directory" in shown.err and "=== a\n" in shown.out
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    for name, why in (("taken.svg", "Is a directory"), ("full.svg", "No space left on device")):
+        assert main.main(["generate", "a", "--save-tree", str(tmp_path / name)]) == main.FAILED
+        shown = capsys.readouterr()
+        assert f"{name}: cannot be written: {why}\n" in shown.err and "=== a\n" in shown.out
+        assert shown.err.splitlines()[-1].startswith("pagedec: 1 prompt of ")
 
 
 # ----------------------------------------------------------------------------------------------------- a real engine

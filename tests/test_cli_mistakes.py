@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -280,6 +281,16 @@ def test_a_bad_json_line_is_named(line: str, tmp_path: Path, capsys: pytest.Capt
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
     assert run("generate", "-f", str(file)) == 2
     assert "p.jsonl line 2 is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["5", '{"prompt": "a"}'])
+def test_numbers_on_lines_of_json_are_no_tokens_of_one_prompt(
+    prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(f'{{"prompt": {prompt}}}\n' * 2)
+    assert run("generate", "-f", str(file)) == 2
+    assert re.search("p.jsonl line 1: prompt is .*: must be text, or a list of token ids", capsys.readouterr().err)
 
 
 def test_parameters_in_a_json_line_are_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,13 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import add_options, add_sampling_arguments, given_options, given_sampling
-from pagedec.cli.console import DONE, FAILED, say
+from pagedec.cli.console import DONE, FAILED, say, written
 from pagedec.cli.reach import ADDRESS, Reach
 from pagedec.cli.texts import read_text
 from pagedec.errors import InvalidArgument
@@ -98,9 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     status = DONE if result["completed"] else FAILED
     if options.result is not None:
         text = json.dumps({**result, "requests": record(outcomes)})
-        status |= _written("result", options.result, lambda path: Path(path).write_text(text, encoding="utf-8"))
+        status |= written("result", options.result, lambda path: Path(path).write_text(text, encoding="utf-8"))
     if options.plot is not None:
-        status |= _written("plot", options.plot, lambda path: _draw(path, outcomes))
+        status |= written("plot", options.plot, lambda path: _draw(path, outcomes))
     return status
 
 
@@ -121,16 +121,6 @@ def _check_place(field: str, path: str | None) -> None:
         raise InvalidArgument("plot", path, "must be the name of a picture, which ends in .png")
     if field == "plot" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgument("plot", path, "needs matplotlib: pip install 'pagedec[plot]'")
-
-
-def _written(field: str, path: str, write: Callable[[str], object]) -> int:
-    """The exit status of writing a file, when all that there is to know has been printed."""
-    try:
-        write(path)
-    except OSError as error:
-        say(f"error: {field} is {path}: cannot be written: {error.strerror}")
-        return FAILED
-    return DONE
 
 
 def made(options: LoadOptions, sampling: dict[str, Any]) -> list[pb.GenerateStreamRequest]:

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from pagedec.errors import MAX_PROBLEM, InvalidArgument, ModelFileError, cut, shown
@@ -100,6 +100,16 @@ def warnings_as_lines() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = before
+
+
+def written(field: str, path: str, write: Callable[[str], object]) -> int:
+    """The exit status of writing a file, when all that there is to know has been printed."""
+    try:
+        write(path)
+    except OSError as error:
+        say(f"error: {field} is {path}: cannot be written: {error.strerror}")
+        return FAILED
+    return DONE
 
 
 def say(message: object) -> None:

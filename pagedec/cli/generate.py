@@ -103,6 +103,9 @@ def _json_lines(path: str, lines: Iterable[str]) -> list[Prompt]:
         if not isinstance(record, dict) or ("prompt" in record) == ("prompt_token_ids" in record):
             limit = "must be an object with either prompt or prompt_token_ids"
             raise InvalidArgument(f"{path} line {number}", line.strip(), limit)
+        if "prompt" in record and not isinstance(record["prompt"], (str, list)):
+            limit = "must be text, or a list of token ids"
+            raise InvalidArgument(f"{path} line {number}: prompt", record["prompt"], limit)
         for name in record:
             if name in SAMPLING:
                 limit = (
@@ -306,10 +309,9 @@ def run(arguments: argparse.Namespace) -> int:
     llm.close()
     if not live:
         _print(outputs, titles, arguments)
-    if arguments.save_tree is not None:
-        trees.save(arguments.save_tree, outputs)
+    status = DONE if arguments.save_tree is None else trees.save(arguments.save_tree, outputs)
     say(f"{active_line(llm)}; loaded in {loaded - started:.1f} s")
     say(summary(outputs, finished - loaded))
     if is_interrupted:
         say("interrupted" if live else f"interrupted: {len(outputs)} of {counted(len(prompts), 'prompt')} answered")
-    return INTERRUPTED if is_interrupted else DONE
+    return INTERRUPTED if is_interrupted else status

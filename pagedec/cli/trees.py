@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagedec.cli.console import DONE, written
 from pagedec.cli.screen import columns_of
 from pagedec.errors import InvalidArgument
 from pagedec.outputs import RequestOutput
@@ -50,13 +52,17 @@ def show(output: RequestOutput) -> None:
     print(f"\n{output.tree().draw(columns_of(sys.stdout) or COLUMNS)}\n")
 
 
-def save(path: str, outputs: Sequence[RequestOutput]) -> None:
-    """Write a file for each prompt. Raises `InvalidArgument` where one cannot be written."""
+def save(path: str, outputs: Sequence[RequestOutput]) -> int:
+    """Write a file for each prompt; the exit status."""
+    status = DONE
     for i, output in enumerate(outputs, start=1):
         place, tree = Path(path), output.tree()
         if len(outputs) > 1:
             place = place.with_stem(f"{place.stem}-{i}")
-        try:
-            place.write_text(tree.svg() if place.suffix.lower() == ".svg" else tree.html(), encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgument("save_tree", str(place), f"cannot be written: {error.strerror}") from error
+        text = tree.svg() if place.suffix.lower() == ".svg" else tree.html()
+        status |= written("save_tree", str(place), functools.partial(_write, text))
+    return status
+
+
+def _write(text: str, path: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")
