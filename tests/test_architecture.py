@@ -27,6 +27,7 @@ LEAVES: dict[str, set[str]] = {
     "params": {"errors", "fields", "inputs", "speculation", "structured"},
     "sampling_params": {"params"},
     "blame": {"errors", "params"},
+    "certificates": {"errors"},
     "config": {"errors", "fields", "params", "speculation"},
     "inputs": {"errors", "fields"},
     "outputs": {"errors", "tree"},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedec.certificates import read, read_of_client
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Flag, Text, check_fields, option, strict
 
@@ -38,13 +38,12 @@ class Reach:
                 raise InvalidArgument(other, None, f"must be given, since {one} is")
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS, or None. Raises `InvalidArgument` for a file that cannot be read."""
+        """TLS, or None. Raises `InvalidArgument` for a file that is not what it should be, or cannot be read."""
         import grpc
 
         if not self._has_tls:
             return None
-        files = ("tls_ca", self.tls_ca), ("tls_key", self.tls_key), ("tls_cert", self.tls_cert)
-        return grpc.ssl_channel_credentials(*(None if path is None else _read(field, path) for field, path in files))
+        return grpc.ssl_channel_credentials(*read_of_client(self.tls_ca, self.tls_cert, self.tls_key))
 
     def options(self) -> list[tuple[str, str]]:
         """What the channel is told."""
@@ -68,7 +67,7 @@ class Reach:
         """What goes with each call. Raises `InvalidArgument` for a file that holds no token, or cannot be read."""
         if self.token_file is None:
             return ()
-        token = _read("token_file", self.token_file).decode("utf-8-sig", "replace").strip()
+        token = read("token_file", self.token_file).decode("utf-8-sig", "replace").strip()
         if not (token and token.isascii() and token.isprintable()):
             limit = f"must hold a token, text of one line as a header has it{'' if token else ': there is none'}"
             raise InvalidArgument("token_file", self.token_file, limit)
@@ -77,10 +76,3 @@ class Reach:
     @property
     def _has_tls(self) -> bool:
         return bool(self.tls or self.tls_ca or self.tls_cert)
-
-
-def _read(field: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(field, path, f"cannot be read: {error.strerror}") from error

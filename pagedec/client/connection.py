@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from pagedec.certificates import read_of_client
 from pagedec.client.asking import FIELDS
 from pagedec.client.dropped import CLOSING_SECONDS, Closing, DroppedBranches, wait_until
 from pagedec.client.failures import UNTOLD, ServerError, failure_of, last_of, pause_after, pause_between, recalled
@@ -118,12 +119,10 @@ class Way:
         return [*OPTIONS, *self.options]
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS, or None. Raises `InvalidArgument` for a file that cannot be read."""
+        """TLS, or None. Raises `InvalidArgument` for a file that is not what it should be, or cannot be read."""
         if not self.tls and self.tls_ca is None and self.tls_cert is None:
             return None
-        return grpc.ssl_channel_credentials(
-            _read("tls_ca", self.tls_ca), _read("tls_key", self.tls_key), _read("tls_cert", self.tls_cert)
-        )
+        return grpc.ssl_channel_credentials(*read_of_client(self.tls_ca, self.tls_cert, self.tls_key))
 
     def deadline(self, timeout: float | None) -> Deadline | None:
         """When a call must have ended: what it is given, or after so many seconds."""
@@ -387,10 +386,3 @@ def find(stubs: list[Any], rpc: str) -> Any:
 def remaining(deadline: Deadline | None) -> float | None:
     """Seconds until a deadline, a moment at least: the call ends by it."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.001)
-
-
-def _read(name: str, path: str | Path | None) -> bytes | None:
-    try:
-        return None if path is None else Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(name, str(path), f"cannot be read: {error.strerror}") from error

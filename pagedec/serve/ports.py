@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import socket
-import ssl
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from pagedec.certificates import read_authorities, read_pair
 from pagedec.errors import InvalidArgument
 from pagedec.serve.server_config import LOOPBACK, LOOPBACK_NAMES, ServerConfig
 from pagedec.serve.stamps import stamp_of
@@ -146,49 +144,6 @@ def _try(family: socket.AddressFamily, kind: socket.SocketKind, number: int, add
 
 def _certificates(config: ServerConfig) -> grpc.ServerCertificateConfiguration:
     assert config.tls_cert is not None and config.tls_key is not None
-    pair = (_read("tls_key", config.tls_key), _read("tls_cert", config.tls_cert))
-    authorities = _read("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
-    _check_certificates("tls_cert", config.tls_cert, pair[1], is_chain=True)
-    _check_key(config.tls_cert, config.tls_key)
-    if config.tls_client_ca and authorities is not None:
-        _check_certificates("tls_client_ca", config.tls_client_ca, authorities, is_chain=False)
+    pair = read_pair(config.tls_cert, config.tls_key)
+    authorities = read_authorities("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
-
-
-def _read(field: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(field, path, f"cannot be read: {error.strerror}") from error
-
-
-def _check_certificates(field: str, path: str, data: bytes, is_chain: bool) -> None:
-    """Raise `InvalidArgument` where there is none that can be read, or of a chain one that cannot. gRPC would say that
-    it cannot listen, or leave out the rest of the chain."""
-    context, is_whole = _lenient(), True
-    try:
-        context.load_verify_locations(cadata=data.decode("ascii", "backslashreplace"))
-    except ssl.SSLError:
-        is_whole = False
-    if not context.cert_store_stats()["x509"] or (is_chain and not is_whole):
-        raise InvalidArgument(field, path, "must hold certificates in PEM form")
-
-
-def _check_key(cert: str, key: str) -> None:
-    """Raise `InvalidArgument` where it is not the certificate's."""
-    try:
-        _lenient().load_cert_chain(cert, key, password="")
-    except (OSError, ValueError) as error:
-        if getattr(error, "reason", "") in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
-            limit = f"must be the private key of tls_cert, which is {cert}"
-        else:
-            limit = f"must hold the private key of tls_cert, which is {cert}, in PEM form and without a passphrase"
-        raise InvalidArgument("tls_key", key, limit) from None
-
-
-def _lenient() -> ssl.SSLContext:
-    """That takes keys of every size, as gRPC's own library does."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with contextlib.suppress(ssl.SSLError):  # of a library that knows no levels
-        context.set_ciphers("ALL:@SECLEVEL=0")
-    return context

@@ -149,6 +149,10 @@ def test_the_command_over_tls_with_a_token(serve: Serve, tmp_path: Path, capsys:
     assert status == 1 and "UNAVAILABLE" in err
     status, _, err = said(capsys, address, "--tls-ca", str(tmp_path / "none.pem"))
     assert status == 2 and err.startswith("pagedec: error: tls_ca is ") and "cannot be read" in err
+    (tmp_path / "none.pem").write_text("no certificate")
+    none = tmp_path / "none.pem"
+    told = f"pagedec: error: tls_ca is {none}: must hold certificates in PEM form\n"
+    assert said(capsys, address, "--tls-ca", str(none)) == (2, "", told)
 
 
 @pytest.mark.parametrize(

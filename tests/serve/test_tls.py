@@ -145,6 +145,7 @@ GARBAGE = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
         ("half a chain", "^tls_cert is .*own.pem'?: must hold certificates in PEM form$"),
         ("the other way round", "^tls_cert is .*own.pem'?: must hold certificates in PEM form$"),
         ("no authority", "^tls_client_ca is .*ca.pem'?: must hold certificates in PEM form$"),
+        ("an empty file", "^tls_cert is .*own.pem'?: must hold certificates in PEM form$"),
     ],
 )
 def test_files_that_no_connection_can_be_made_with_are_named(
@@ -164,6 +165,7 @@ def test_files_that_no_connection_can_be_made_with_are_named(
         "half a chain": (cert + GARBAGE, key, ours.pem),
         "the other way round": (key, cert, ours.pem),
         "no authority": (cert, key, GARBAGE),
+        "an empty file": (b"", key, ours.pem),
     }.get(wrong, (cert, key, ours.pem))
     paths = [tmp_path / name for name in ("own.pem", "own.key", "ca.pem")]
     for path, data in zip(paths, files, strict=True):
@@ -179,6 +181,9 @@ def test_a_certificate_without_its_key_is_told_of_and_not_shown(
     """As in the middle of a rotation, until the key is there, too."""
     port, cert, key, before = shown
     new = ours.issue("server")
+    cert.write_bytes(b"")
+    assert shown_name(port) == before
+    assert "the certificate of before stays in force: tls_cert is" in caplog.text
     cert.write_bytes(new[0])
     assert shown_name(port) == before
     assert "the certificate of before stays in force: tls_key is" in caplog.text
@@ -244,13 +249,23 @@ def test_the_client(serve: Serve, ours: Authority, tmp_path: Path) -> None:
     serving.loop.run(run())
 
 
-def test_what_the_client_s_files_must_be(tmp_path: Path) -> None:
-    for given, said in (
+def test_what_the_client_s_files_must_be(tmp_path: Path, ours: Authority) -> None:
+    (tmp_path / "empty.pem").write_bytes(b"")
+    (tmp_path / "garbage.pem").write_bytes(GARBAGE)
+    cert, key = ours.write("ada", tmp_path)
+    own, said_of = {"tls_cert": cert, "tls_key": key}, "is .*: must hold certificates in PEM form$"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tls_ca": tmp_path / "empty.pem"}, f"^tls_ca {said_of}"),
+        ({"tls_ca": tmp_path / "garbage.pem"}, f"^tls_ca {said_of}"),
+        ({**own, "tls_cert": tmp_path / "garbage.pem"}, f"^tls_cert {said_of}"),
+        ({**own, "tls_key": cert}, "^tls_key is .*: must hold the private key of tls_cert"),
+        ({"tls_ca": "a\0"}, "^tls_ca is .*: cannot be read: embedded null byte$"),
         ({"tls_ca": tmp_path / "none.pem"}, r"^tls_ca is '.*none.pem': cannot be read: No such file or directory$"),
         ({"tls_cert": tmp_path / "own.pem"}, "^tls_key is None: must be given with tls_cert, and only then$"),
         ({"tls_key": tmp_path / "own.key"}, "^tls_key is '.*own.key': must be given with tls_cert, and only then$"),
         ({"token": "x\n"}, "^token is what was given: must be text of one line"),
-    ):
+    ]
+    for given, said in cases:
         for kind in (Client, AsyncClient):
             with pytest.raises(InvalidArgument, match=said):
                 kind(**given)
