@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Flag, Integer, Number, Size, Text, Texts, check_fields, option, strict
@@ -14,6 +15,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 LEVELS = ("debug", "info", "warning", "error")
 FILES, HOSTS = ("tls_cert", "tls_key", "tls_client_ca", "api_keys"), ("host", "metrics_host")
 """Fields that are paths, and addresses."""
+GRPC_NAMES = ("dns:", "unix:", "ipv4:", "ipv6:")
+"""What targets begin with that are no HOST:PORT."""
 
 
 @strict
@@ -147,6 +150,9 @@ class ServerConfig:
             if not _is_name(getattr(self, name)):
                 limit = "must be an address, or a name that can be looked up: its parts have 1 to 63 characters"
                 raise InvalidArgument(name, getattr(self, name), limit)
+        if self.otlp_endpoint is not None and not _is_endpoint(self.otlp_endpoint):
+            limit = "must be http://HOST:PORT, https://HOST:PORT, or a target as gRPC names them: HOST:PORT, unix:PATH"
+            raise InvalidArgument("otlp_endpoint", self.otlp_endpoint, limit)
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
             if getattr(self, one) is not None and getattr(self, other) is None:
                 raise InvalidArgument(other, None, f"must be given, since {one} is")
@@ -181,6 +187,20 @@ def _is_name(host: str) -> bool:
         return b"\0" not in host.encode("idna")
     except UnicodeError:
         return False
+
+
+def _is_endpoint(text: str) -> bool:
+    """Whether traces can go there: the exporter takes any text for a host's name, and tells nobody at the start."""
+    if text.startswith(GRPC_NAMES):
+        return True
+    scheme, separator, place = text.rpartition("://")
+    try:
+        parts = urlsplit(f"//{place}")
+        has_port = parts.port is not None or scheme.lower() == "https"  # whose port everybody knows
+    except ValueError:
+        return False
+    known = scheme.lower() in ("http", "https") if separator else True
+    return known and has_port and bool(parts.hostname) and not any(c.isspace() or c == "\0" for c in text)
 
 
 def is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from pagedec.errors import InvalidArgument
 from pagedec.serve import tracing
+from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.tracing import Tracer, tracer
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import prompt_pb2, session_service_pb2
@@ -142,6 +143,33 @@ def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(InvalidArgument, match=r"otlp_endpoint is 'http://x:4317': needs OpenTelemetry: pip install"):
         tracer("http://x:4317")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "nonsense",
+        "http://",
+        "http://:4317",
+        "http://x",
+        "http://x:port",
+        "http://x:99999",
+        "ftp://x:1",
+        "a b:1",
+        "x:1\0",
+    ],
+)
+def test_no_endpoint_is_refused_before_a_model_is_loaded(endpoint: str) -> None:
+    with pytest.raises(InvalidArgument, match="^otlp_endpoint is .*: must be http://HOST:PORT, https://HOST:PORT, or "):
+        ServerConfig(otlp_endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://127.0.0.1:4317", "https://otel.example.com", "HTTP://x:1/", "x:4317", "[::1]:4317", "unix:/run/otel.sock"],
+)
+def test_endpoints(endpoint: str) -> None:
+    assert ServerConfig(otlp_endpoint=endpoint).otlp_endpoint == endpoint
 
 
 def test_spans_reach_a_collector(serve: Serve) -> None:
