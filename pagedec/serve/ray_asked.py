@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
 
 from pagedec.serve.leases import tag_of
 from pagedec.serve.prompt_keys import Key, Prompt, prefix_keys
@@ -22,6 +23,10 @@ IN_SESSIONS = frozenset(
     if "session_id" in method.input_type.fields_by_name
 )
 """Calls about a session, which one replica has."""
+
+MOST_JSON, MOST_TOOLS = 2**20, 4096
+"""Bytes of a table, or of all tools, and how many tools there may be: of more nothing is read. A megabyte takes 0.1 s,
+in which the proxy does nothing else; replicas take no more unless they are told."""
 
 
 class Asked(NamedTuple):
@@ -42,34 +47,51 @@ def read_asked(method: str, args: Sequence[Any], metadata: Mapping[str, Any], co
     salt = _salt(message.cache_salt, str(metadata.get("authorization", "")))
     try:
         given, context = read_told(message.prompt)
+        if given is None:
+            return Asked()
+        return Asked(prefix_keys(given, salt=salt, model=message.model, context=context, config=config))
     except ValueError:  # NaN, say, which JSON has not
         return Asked()
-    if given is None:
-        return Asked()
-    return Asked(prefix_keys(given, salt=salt, model=message.model, context=context, config=config))
 
 
 def read_told(prompt: prompt_pb2.Prompt) -> tuple[Prompt | None, Any]:
     """A prompt as `prefix_keys` takes it, and what a template may write before it; None: there is none. Raises
-    `ValueError` for a table that JSON cannot say."""
+    `ValueError` for tables that JSON cannot say, or that are too large to be read where all clients wait; messages
+    raise it when they are read."""
     form = prompt.WhichOneof("form")
     if form == "text":
         return prompt.text, None
     if form == "token_ids":
-        return list(prompt.token_ids.ids), None
-    if form != "chat":
+        return prompt.token_ids.ids, None
+    if form != "chat" or not prompt.chat.messages:
         return None, None
     chat = prompt.chat
-    context = {
-        "tools": [MessageToDict(tool) for tool in chat.tools],
-        "variables": MessageToDict(chat.template_variables),
-    }
-    return [_turn(turn) for turn in chat.messages], context
+    if len(chat.tools) > MOST_TOOLS or sum(tool.ByteSize() for tool in chat.tools) > MOST_JSON:
+        raise ValueError("too many tools")
+    context = {"tools": [_table(tool) for tool in chat.tools], "variables": _table(chat.template_variables)}
+    return _Turns(chat.messages), context
 
 
-def _turn(turn: prompt_pb2.ChatMessage) -> dict[str, Any]:
-    said = {"content": turn.content} if turn.HasField("content") else {}
-    return {**MessageToDict(turn.fields), "role": turn.role, **said}
+class _Turns(Sequence[Mapping[str, Any]]):
+    """A conversation's messages, each read where it is asked for: the keys need the first ones alone."""
+
+    def __init__(self, messages: Sequence[prompt_pb2.ChatMessage]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __getitem__(self, place: Any) -> Any:
+        turn = self._messages[place]
+        said = {"content": turn.content} if turn.HasField("content") else {}
+        return {**_table(turn.fields), "role": turn.role, **said}
+
+
+def _table(struct: Struct) -> dict[str, Any]:
+    if struct.ByteSize() > MOST_JSON:
+        raise ValueError("too large a table")
+    found: dict[str, Any] = MessageToDict(struct)
+    return found
 
 
 def _message(args: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ from google.rpc import status_pb2
 
 from pagedec.errors import InvalidArgument
 from pagedec.messages import DETAILS
+from pagedec.serve import ray_asked
 from pagedec.serve.calls import REQUEST_ID, Calls, echo
 from pagedec.serve.leases import tag_of, tagged
 from pagedec.serve.ray_asked import Asked, read_asked
@@ -189,6 +190,27 @@ def test_what_json_cannot_say_is_left_to_the_replica() -> None:
         prompt_pb2.Chat(messages=[prompt_pb2.ChatMessage(role="user", content="how are you?", fields=odd)]),
     ):
         assert asked(pb.GenerateRequest(prompt=prompt_pb2.Prompt(chat=chat))) == Asked()
+
+
+def test_of_a_huge_conversation_no_more_is_read_than_the_keys_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is read, the proxy does nothing for anybody."""
+    read, real = list[int](), ray_asked.MessageToDict
+    monkeypatch.setattr(ray_asked, "MessageToDict", lambda table: [read.append(table.ByteSize()), real(table)][1])
+    turns = [prompt_pb2.ChatMessage(role="user", content="how are you?")] * 5000
+    assert len(asked(pb.GenerateRequest(prompt=prompt_pb2.Prompt(chat=prompt_pb2.Chat(messages=turns)))).keys) == 256
+    assert len(read) < 300
+    read.clear()
+    huge = Struct()
+    huge["text"] = "x" * 2**20
+    for chat in (
+        prompt_pb2.Chat(messages=turns[:1], template_variables=huge),
+        prompt_pb2.Chat(messages=turns[:1], tools=[huge]),
+        prompt_pb2.Chat(messages=turns[:1], tools=[Struct()] * 5000),
+        prompt_pb2.Chat(messages=[prompt_pb2.ChatMessage(role="user", fields=huge)]),
+        prompt_pb2.Chat(),
+    ):
+        assert asked(pb.GenerateRequest(prompt=prompt_pb2.Prompt(chat=chat))) == Asked()
+    assert max(read) < 100
 
 
 def test_sessions_say_where_they_are() -> None:
