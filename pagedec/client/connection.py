@@ -27,6 +27,8 @@ KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
 """While calls run: a server that is gone without a word is noticed so."""
 RESUME_SECONDS = 60.0
 """For which a stream that was interrupted tries to go on."""
+MOST_SECONDS = 1e9
+"""Until a deadline, 31 years: gRPC counts nanoseconds since 1970 in 64 bits, and takes later ones for past."""
 FIRST_RECONNECT_MS, MOST_RECONNECT_MS = 200, 5000
 """A server that was started anew is found soon."""
 OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -385,4 +387,4 @@ def find(stubs: list[Any], rpc: str) -> Any:
 
 def remaining(deadline: Deadline | None) -> float | None:
     """Seconds until a deadline, a moment at least: the call ends by it."""
-    return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+    return None if deadline is None else min(max(deadline - time.monotonic(), 0.001), MOST_SECONDS)

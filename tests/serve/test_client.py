@@ -264,6 +264,7 @@ def test_deadlines_and_retries(serve: Serve) -> None:
         with pytest.raises(ServerError, match=said):
             list(client.stream(PROMPT, SamplingParams(ignore_eos=True), timeout=0.2))
         assert pickle.loads(pickle.dumps(caught.value)).code == "DEADLINE_EXCEEDED"
+        assert client.generate(PROMPT, SamplingParams(max_tokens=2), timeout=1e18)[0].finished, "as good as none"
         serving.server.lifecycle.refusal = refusal = DRAINING_SOON
         began = time.monotonic()
         threading.Timer(0.3, lambda: setattr(serving.server.lifecycle, "refusal", None)).start()
