@@ -20,6 +20,7 @@ import pytest
 from pagedec import LLM, SamplingParams
 from pagedec.core.protocol import DecoderContext, Verdict
 from pagedec.decoders import Sampling, decoder
+from pagedec.errors import RequestsFailed
 from pagedec.kernels.library import EMULATED_ISA, available_isas, loadable_isas
 from pagedec.models.buffers import READ_ROWS
 from pagedec.outputs import RequestOutput
@@ -226,6 +227,40 @@ def test_other_instruction_sets(isa: str, numbers: str, tmp_path: Path, monkeypa
 def test_a_worker_process_gives_the_same_bits(tmp_path: Path) -> None:
     """What is compared with was made in this process."""
     compare(tmp_path, "bfloat16", None, seed=3, count=18, configurations=2, executors=("process",))
+
+
+def test_branches_of_sessions_at_every_boundary(tmp_path: Path) -> None:
+    """A branch's call says what its prompt says alone, while that of a fork fails and another's is left in the middle;
+    so does a fork that is taken back across a boundary."""
+    one = load(tmp_path, "bfloat16", num_blocks=600)
+    many = load(tmp_path, "bfloat16", block_size=16, num_blocks=170, max_num_batched_tokens=65)
+    asks = [replace(ask, logprobs=2, ignore_eos=True) for ask in ASKS if ask.prompt_logprobs is None]
+    greedy, rng = replace(asks[0], max_tokens=3), random.Random(5)
+
+    def alone(prompt: list[int], params: Any) -> Any:
+        return facts(one.generate([prompt], params, use_tqdm=False)[0])
+
+    for i, length in enumerate(LENGTHS):
+        prompt, params = [rng.randrange(3, VOCABULARY) for _ in range(length)], asks[i % len(asks)]
+        session = many.session(prompt)
+        failing, leaving = session.fork(2)
+        stream = leaving.stream(SamplingParams(seed=i, max_tokens=50, ignore_eos=True))
+        next(stream)
+        faulty = FaultyParams(seed=i, n=2, max_tokens=20, after=i % 4)
+        with pytest.raises(RequestsFailed, match="hostile") as caught:
+            session.generate_all([session, failing], [params, faulty], keep="none")
+        assert facts(caught.value.outputs[0]) == alone(prompt, params), (length, type(params).__name__)
+        for back in (1, 16, 65):
+            if back < failing.num_tokens:
+                failing.rollback(back)
+                prompt = prompt[:-back]
+                assert facts(failing.generate(greedy, keep="none")) == alone(prompt, greedy), (length, back)
+        stream.close()
+        session.close()
+        many.engine.scheduler.check()
+    assert many.reset_prefix_cache() and many.engine.scheduler.pools["target"].num_available == 170
+    one.close()
+    many.close()
 
 
 @pytest.mark.long
