@@ -231,7 +231,7 @@ def test_a_worker_process_gives_the_same_bits(tmp_path: Path) -> None:
 
 def test_branches_of_sessions_at_every_boundary(tmp_path: Path) -> None:
     """A branch's call says what its prompt says alone, while that of a fork fails and another's is left in the middle;
-    so does a fork that is taken back across a boundary."""
+    so does a fork that goes on in another way where it was taken back across a boundary."""
     one = load(tmp_path, "bfloat16", num_blocks=600)
     many = load(tmp_path, "bfloat16", block_size=16, num_blocks=170, max_num_batched_tokens=65)
     asks = [replace(ask, logprobs=2, ignore_eos=True) for ask in ASKS if ask.prompt_logprobs is None]
@@ -243,6 +243,7 @@ def test_branches_of_sessions_at_every_boundary(tmp_path: Path) -> None:
     for i, length in enumerate(LENGTHS):
         prompt, params = [rng.randrange(3, VOCABULARY) for _ in range(length)], asks[i % len(asks)]
         session = many.session(prompt)
+        prompt = prompt + session.generate(greedy).outputs[0].token_ids  # forks share what that has evaluated
         failing, leaving = session.fork(2)
         stream = leaving.stream(SamplingParams(seed=i, max_tokens=50, ignore_eos=True))
         next(stream)
@@ -253,7 +254,8 @@ def test_branches_of_sessions_at_every_boundary(tmp_path: Path) -> None:
         for back in (1, 16, 65):
             if back < failing.num_tokens:
                 failing.rollback(back)
-                prompt = prompt[:-back]
+                failing.append([3 + i, 4 + back])  # where others stood
+                prompt = [*prompt[:-back], 3 + i, 4 + back]
                 assert facts(failing.generate(greedy, keep="none")) == alone(prompt, greedy), (length, back)
         stream.close()
         session.close()
