@@ -157,10 +157,9 @@ def _reason(error: BaseException) -> str:
     return "it lets nobody in without its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
-def _wait_for_room(
-    ray: Any, group: Any, world: int, bundle: dict[str, float], check: Callable[[], None] = lambda: None
-) -> None:
-    """Raise InvalidArgument where the cluster does not get it in `PLACE_SECONDS`: a node may have to come up."""
+def _wait_for_room(ray: Any, group: Any, world: int, bundle: dict[str, float], check: Callable[[], None]) -> None:
+    """Raise InvalidArgument where the cluster does not get it in `PLACE_SECONDS`: a node may have to come up; and what
+    `check` raises, which is called now and then."""
     if group.wait(WARN_SECONDS):
         return
     each = " and ".join(f"{number:g} {kind}" for kind, number in bundle.items())

@@ -73,15 +73,35 @@ def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == f"RAY_ADDRESS is 'auto': cannot be joined: {wants}"
 
 
-def test_who_waits_for_room_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    class Full:
-        def wait(self, seconds: float) -> bool:
-            return False
+class Full:
+    """A placement group that a cluster has no room for."""
 
+    num_waits = 0
+
+    def wait(self, seconds: float) -> bool:
+        self.num_waits += 1
+        return False
+
+
+def test_who_closes_does_not_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    group = Full()
+
+    def check() -> None:
+        if group.num_waits == 2:
+            raise RuntimeError("the executor is stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        ray_executor._wait_for_room(ray, group, 2, {"CPU": 1.0}, check)
+    assert group.num_waits == 2
+
+
+def test_who_waits_for_room_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"memory": 1.0})
     with caplog.at_level(logging.WARNING), pytest.raises(InvalidArgument) as caught:
-        ray_executor._wait_for_room(ray, Full(), 2, {"CPU": 1.0})
+        ray_executor._wait_for_room(ray, Full(), 2, {"CPU": 1.0}, lambda: None)
     has = "needs 2 times 1 CPU of the cluster, which has 2 CPU, 0 of them free"
     assert caplog.messages == [f"tensor_parallel_size 2 {has}; waiting for 120 s"]
     assert str(caught.value) == f"tensor_parallel_size is 2: {has}, and has had no room for 120 s"
