@@ -39,6 +39,10 @@ class Kind(IntEnum):
     DUE = 12  # no step follows before the last one is answered
 
 
+class Gone(EOFError):
+    """The other end is gone. A class of its own: who reads a file that was cut off raises EOFError, too."""
+
+
 class Clock:
     """Of seconds in which others could have said something: what a wait of `PIECE_SECONDS` took longer is left out."""
 
@@ -53,7 +57,7 @@ class Clock:
 
 
 class Channel:
-    """One end. Raises `EOFError` where the other is gone. Any thread may send; one receives."""
+    """One end. Raises `Gone` where the other is. Any thread may send; one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._sending = end, threading.Lock()
@@ -131,18 +135,18 @@ class Channel:
         while done < len(view):
             count = self._patiently("says", self._end.recv_into, view[done:], 0, socket.MSG_WAITALL)
             if not count:
-                raise EOFError("the other end is gone")
+                raise Gone("the other end is gone")
             done += count
 
     def _patiently(self, does: str, call: Callable[..., int], *arguments: Any) -> int:
-        """Call the socket until it has done something. Raises `EOFError`, or `TimeoutError` where time is over."""
+        """Call the socket until it has done something. Raises `Gone`, or `TimeoutError` where time is over."""
         left = self._patience
         while True:
             try:
                 return call(*arguments)
             except OSError as error:  # a broken pipe, or a connection reset
                 if not isinstance(error, TimeoutError) or error.errno is not None:  # its own time has no number
-                    raise EOFError(f"the other end is gone: {error}") from error
+                    raise Gone(f"the other end is gone: {error}") from error
                 left -= PIECE_SECONDS
                 if left <= 0:
                     raise TimeoutError(f"the other end {does} nothing") from error

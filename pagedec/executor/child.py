@@ -8,7 +8,6 @@ import importlib
 import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -25,8 +24,9 @@ import numpy as np
 from pagedec.config import EngineConfig
 from pagedec.core.forward import Masks, asks_draws_alone
 from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_rolled, unpack_masks, unpack_step
-from pagedec.errors import InvariantError
-from pagedec.executor.channel import Channel, Kind
+from pagedec.errors import InvariantError, PagedecError
+from pagedec.executor.channel import Channel, Gone, Kind
+from pagedec.executor.failure import pack_error
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.loading import Ranks
 from pagedec.runtime.worker import Begun, Worker
@@ -49,20 +49,20 @@ def main(descriptor: int, load: str) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         serve(channel, load)
-    except EOFError:  # the engine is gone, or has no more steps
+    except Gone:  # the engine is, or has no more steps
         logging.shutdown()
         sys.stderr.flush()
         os._exit(0)  # memory and devices are the kernel's to clear: Python would take apart torch first, for 0.3 s
     except Exception as error:
         error.add_note(_whence())
-        with contextlib.suppress(EOFError):  # who has lost another rank has closed it, and has the cause of this
-            channel.send(Kind.BROKEN, _pickled(error))
+        with contextlib.suppress(Gone):  # who has lost another rank has closed it, and has the cause of this
+            channel.send(Kind.BROKEN, pack_error(error))
         sys.exit(1)  # the engine tells of it, in a line of its log
 
 
 def serve(channel: Channel, load: str) -> None:
-    """Load as the first message says, then answer one step after the other, or load again. Raises `EOFError` when
-    nobody asks any more."""
+    """Load as the first message says, then answer one step after the other, or load again. Raises `Gone` when nobody
+    asks any more."""
     module, _, function = load.partition(":")
     load_worker: LoadWorker = getattr(importlib.import_module(module), function)
     steps: _Steps | None = None
@@ -93,7 +93,7 @@ class _Pulse:
         threading.Thread(target=self._tell, name="pagedec-pulse", daemon=True).start()
 
     def _tell(self) -> None:
-        with contextlib.suppress(EOFError):  # the engine is gone, and so is this process soon
+        with contextlib.suppress(Gone):  # the engine is gone, and so is this process soon
             while True:
                 time.sleep(PULSE_SECONDS)
                 if self.is_on:
@@ -115,10 +115,12 @@ def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> _
         warnings.simplefilter("always")
         try:
             worker = load_worker(config, ranks)
-        except EOFError:
+        except Gone:
             raise
         except Exception as error:  # the engine's caller is told
-            channel.send(Kind.FAILED, _pickled(error))
+            if not isinstance(error, PagedecError):
+                error.add_note(_whence())
+            channel.send(Kind.FAILED, pack_error(error))
             return None
     seen = [warning for warning in caught if not issubclass(warning.category, UNSEEN)]
     told = [(warning.category.__name__, str(warning.message)) for warning in seen]
@@ -178,7 +180,7 @@ def _answered(number: int, begun: Begun, worker: Worker) -> Message:
 
 def _failure(error: Exception, worker: Worker, is_whole: bool) -> Message:
     error.add_note(_whence())
-    return Kind.FAILED if is_whole and not worker.is_lost() else Kind.BROKEN, _pickled(error)
+    return Kind.FAILED if is_whole and not worker.is_lost() else Kind.BROKEN, pack_error(error)
 
 
 def _carry_out(channel: Channel, worker: Worker, step: Step) -> Message:
@@ -187,7 +189,7 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> Message:
     worker.is_whole = worker.geometry.world == 1  # of this step nobody has been through anything
     try:
         return Kind.ANSWERS, pack_answers(step.number, worker.execute(step, due))
-    except EOFError:
+    except Gone:
         raise
     except Exception as error:
         if due is not None and due.will_come:
@@ -227,13 +229,3 @@ class _Due:
 def _whence() -> str:
     """Where the error that is handled comes from, for whoever reads it in the other process."""
     return f"in the worker process:\n{traceback.format_exc()}"
-
-
-def _pickled(error: Exception) -> bytes:
-    """The error for the other process, with what only we know of it as text."""
-    try:
-        text = pickle.dumps(error)
-        pickle.loads(text)
-    except Exception:
-        text = pickle.dumps(RuntimeError(repr(error)))
-    return text

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import pickle
 import selectors
 import warnings
 from collections import deque
@@ -25,6 +24,7 @@ from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, asks_dra
 from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.channel import PIECE_SECONDS, Channel, Clock, Kind
+from pagedec.executor.failure import unpack_error
 from pagedec.runtime.geometry import Geometry
 
 SILENT_SECONDS = 10.0
@@ -133,7 +133,7 @@ class WorkerGroup:
                 kind, payload = self._next(rank)
                 heard[rank] = clock.now()
                 if kind in (Kind.FAILED, Kind.BROKEN):
-                    raise StepRefused(pickle.loads(payload))
+                    raise StepRefused(unpack_error(payload))
                 if kind == Kind.READY:
                     ready[rank] = json.loads(bytes(payload))
                 elif kind == Kind.TOLD:
@@ -277,9 +277,9 @@ class WorkerGroup:
                     self._through[rank] = int(np.frombuffer(payload, np.int32)[0])
                     continue
                 if found == Kind.FAILED:
-                    raise StepRefused(pickle.loads(payload))
+                    raise StepRefused(unpack_error(payload))
                 if found == Kind.BROKEN:
-                    error = pickle.loads(payload)
+                    error = unpack_error(payload)
                     problem = f"has failed as rank {rank}: {type(error).__name__}: {error}"
                     raise WorkerLost(self.workers[rank].pid, problem) from error
                 if found != kind or rank != 0:

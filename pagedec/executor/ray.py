@@ -23,7 +23,7 @@ from typing import Any
 from pagedec.config import EngineConfig
 from pagedec.environment import gpus_of_a_rank, prepare_ray, ray_address, told_to_actors
 from pagedec.errors import InvalidArgument
-from pagedec.executor.channel import Channel
+from pagedec.executor.channel import Channel, Gone
 from pagedec.executor.child import serve
 from pagedec.executor.group import WorkerGroup
 from pagedec.executor.process import LOAD_WORKER, STOP_SECONDS
@@ -217,7 +217,7 @@ class _Actor:
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         introduce(end, token, rank)
-        with suppress(EOFError):  # the engine is gone, or has no more steps
+        with suppress(Gone):  # the engine is, or has no more steps
             serve(Channel(end), load)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from pagedec.errors import WorkerLost, WorkersGone
 from pagedec.executor import group as group_module
 from pagedec.executor import remote
 from pagedec.executor.channel import Channel, Kind
+from pagedec.executor.failure import pack_error
 from pagedec.executor.group import WorkerGroup
 from pagedec.executor.remote import RemoteExecutor
 from pagedec.runtime.geometry import Geometry, LaneGeometry
@@ -174,7 +174,7 @@ def test_workers_that_end_whenever_nobody_asks_are_paused_for(pauses: list[float
 def test_causes_are_cut_to_what_a_log_can_bear(pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     def fails(end: Channel) -> None:
         end.receive()
-        end.send(Kind.FAILED, pickle.dumps(ValueError("x" * 10**6)))
+        end.send(Kind.FAILED, pack_error(ValueError("x" * 10**6)))
 
     groups = Groups(loads(), fails)
     executor = RemoteExecutor(CONFIG, groups)
@@ -201,7 +201,7 @@ def test_a_fork_starts_no_workers_of_its_own(pauses: list[float], monkeypatch: p
 
 def fails(end: Channel) -> None:
     end.receive()
-    end.send(Kind.FAILED, pickle.dumps(ValueError("no such file")))
+    end.send(Kind.FAILED, pack_error(ValueError("no such file")))
 
 
 def takes_minutes(end: Channel) -> None:

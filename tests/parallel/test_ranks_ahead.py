@@ -4,7 +4,6 @@ step stands behind another."""
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -23,6 +22,7 @@ from pagedec.core.forward import NO_MASKS, ROLL_DTYPE, Answers, LaneAnswers
 from pagedec.core.wire import Step, pack_answers, pack_rolled, unpack_answers
 from pagedec.executor.channel import Channel, Kind
 from pagedec.executor.child import _Steps
+from pagedec.executor.failure import pack_error
 from pagedec.executor.group import WorkerGroup
 from pagedec.executor.process import ProcessExecutor
 from pagedec.kernels.library import EMULATED_DEVICE
@@ -212,7 +212,7 @@ def test_answers_that_nobody_asks_for_are_not_those_of_the_next_step(is_held: bo
     group._holds = is_held
     for number, kind in ((1, Kind.ANSWERS), (2, Kind.FAILED), (3, Kind.ANSWERS)):
         group.begin(step_of(number), None)
-        failure = pickle.dumps(ValueError("made up"))
+        failure = pack_error(ValueError("made up"))
         theirs.send(kind, failure if kind == Kind.FAILED else pack_answers(number, {"target": drawn(number)}))
     assert group.answers(3)["target"].draws.tolist() == [3]
     group.begin(step_of(4), None)
@@ -229,7 +229,7 @@ def test_what_is_rolled_comes_behind_answers_that_nobody_asks_for(kind: Kind) ->
     group = WorkerGroup([Known(ours)])
     group._holds = True
     group.begin(step_of(1), None)
-    failure = pickle.dumps(ValueError("made up"))
+    failure = pack_error(ValueError("made up"))
     theirs.send(kind, failure if kind == Kind.FAILED else pack_answers(1, {"target": drawn(1)}))
     theirs.send(Kind.ROLLED, pack_rolled(2, np.array([7], np.int32)))
     seen: list[Any] = []
