@@ -26,6 +26,7 @@ from pagedec.config import EngineConfig
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.environment import gpus_of_a_rank, told_to_actors
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, WorkersGone, counted
+from pagedec.executor.fork_server import import_path
 from pagedec.executor.ray import PLACE_SECONDS, connect
 
 _log = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ class _Cluster:
 
     # ---- engines
     def _start(self) -> _Replica:
-        path = json.dumps(sys.path)  # an actor of this machine finds what we found; others what is installed there
+        path = json.dumps(import_path())  # an actor of this machine finds what we found; others what is installed there
         parallel = self._config.parallel
         gpus = 0 if parallel.executor == "ray" else gpus_of_a_rank() * parallel.tensor_parallel_size
         needs = {"num_cpus": self._cpus, "num_gpus": gpus}

@@ -39,6 +39,8 @@ SILENT_SECONDS = 10.0
 END_SECONDS = 5.0
 _MAX_ORDER_BYTES = 65536
 _NUMBER = struct.Struct("<i")
+_FLAGS = ["-P", *(["-E"] if sys.flags.ignore_environment else []), *(["-s"] if sys.flags.no_user_site else [])]
+"""Before the path is ours, nothing is found that we would not have found: no `signal.py` of the directory we are in."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -49,14 +51,13 @@ class ForkServer:
         self.given = given
         """What workers take over from this process. Where that has changed, they need another server."""
         self._control, theirs = pair(socket.SOCK_SEQPACKET)
-        path = json.dumps(sys.path)  # workers find what we find
         deaf = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # Ctrl-C is the engine's, always
         deaf += "; gc.disable()"  # nothing of what is imported is garbage, and to look takes 0.1 s
-        begin = f"{deaf}; import json, sys; sys.path[:] = json.loads({path!r})"
+        begin = f"{deaf}; import sys; sys.path[:] = {ascii(import_path())}"  # workers find what we find
         code = f"{begin}; from pagedec.executor.fork_server import main; main({theirs.fileno()})"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, *_FLAGS, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -164,7 +165,7 @@ def current() -> ForkServer:
     rest = {name: environ[name] for name in environ.keys() - own_variables(environ).keys()}
     limits = [resource.getrlimit(kind) for name, kind in vars(resource).items() if name.startswith("RLIMIT_")]
     user = os.getresuid(), os.getresgid(), os.getgroups(), os.getpriority(os.PRIO_PROCESS, 0)
-    given = rest, list(sys.path), _directory(), os.sched_getaffinity(0), user, limits
+    given = rest, import_path(), _directory(), os.sched_getaffinity(0), user, limits
     with _choosing:
         for server in _servers:
             if server.given == given and server.is_running():
@@ -172,6 +173,11 @@ def current() -> ForkServer:
         server = ForkServer(given)
         _servers.add(server)
         return server
+
+
+def import_path() -> list[str]:
+    """Where imports look: what else is in `sys.path`, a `Path` say, Python passes over."""
+    return [place for place in sys.path if isinstance(place, str)]
 
 
 def _directory() -> str:

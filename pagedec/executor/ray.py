@@ -25,6 +25,7 @@ from pagedec.environment import gpus_of_a_rank, prepare_ray, ray_address, told_t
 from pagedec.errors import InvalidArgument
 from pagedec.executor.channel import Channel, Gone
 from pagedec.executor.child import serve
+from pagedec.executor.fork_server import import_path
 from pagedec.executor.group import WorkerGroup
 from pagedec.executor.process import LOAD_WORKER, STOP_SECONDS
 from pagedec.executor.reception import introduce, receive_ranks
@@ -193,7 +194,7 @@ def _place(ray: Any, group: Any, rank: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
-    path = json.dumps(sys.path)  # a worker of this machine finds what we found; others what is installed there
+    path = json.dumps(import_path())  # a worker of this machine finds what we found; others what is installed there
     options = {
         "num_cpus": 0,
         "num_gpus": gpus_of_a_rank(),

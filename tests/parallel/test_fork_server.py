@@ -57,7 +57,8 @@ def llm(path: Path) -> Iterator[LLM]:
 def test_a_worker_takes_over_what_the_process_is_now(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Variables of our own need no other server; others, the directory and the processors do."""
+    """Variables of our own need no other server; others, the directory and the processors do. Whatever lies in the
+    directory is not taken for Python's own, and what Python passes over in its path goes nowhere."""
     first = said()
     assert first["directory"] == os.getcwd() and first["main"] is None and first["interrupts"] and first["children"]
     assert capfd.readouterr().err == "said here\n"
@@ -68,6 +69,9 @@ def test_a_worker_takes_over_what_the_process_is_now(
     assert said() == first
     monkeypatch.setenv("TEST_OF_WORKERS", "1")
     monkeypatch.chdir(tmp_path)
+    for name in ("json", "signal", "struct"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the caller has one, too')\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
     try:
