@@ -316,6 +316,20 @@ class WorkersGone(RuntimeError):
     __repr__ = __str__
 
 
+class DeviceLost(RuntimeError):
+    """A device carries nothing out for this process any more, as a GPU does not when one of its kernels has failed. The
+    engine ends with that."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"the device is lost to this process, which must be started anew: {self.cause}"
+
+    __repr__ = __str__
+
+
 class InvariantError(RuntimeError):
     """Our own bug: something that cannot happen has happened. It fails the step and the requests in it."""
 

@@ -17,7 +17,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, RequestError, WorkersGone, told
+from pagedec.errors import DeviceError, DeviceLost, RequestError, WorkersGone, told
 from pagedec.executor.base import Executor, Pending
 
 
@@ -215,8 +215,10 @@ class Steps:
 
     def _failed(self, error: Exception, suspects: Sequence[Request]) -> tuple[list[Event], float]:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
-        cause."""
+        cause. Raises `DeviceLost`: no chance is left."""
         self._stats.num_failed_steps += 1
+        if isinstance(error, DeviceLost):
+            raise error
         self.forget_kv()
         running = self._running()
         hopeless = None

@@ -6,8 +6,9 @@ from concurrent.futures import Future
 
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step
+from pagedec.errors import DeviceLost
 from pagedec.executor.base import Pending, RuleNews
-from pagedec.runtime.worker import Worker
+from pagedec.runtime.worker import Begun, Worker
 
 
 class InlineExecutor:
@@ -29,10 +30,10 @@ class InlineExecutor:
             self._num_steps += 1
             step = Step(self._num_steps, forwards, *self._news.of(rules))
             if self.worker.begins(step):
-                return self.worker.begin(step)
+                return _Begun(self.worker, self.worker.begin(step))
             future.set_result(self.worker.execute(step, masks))
         except Exception as error:  # the engine decides what a failed step means
-            future.set_exception(error)
+            future.set_exception(_failure(error, self.worker))
         except BaseException:  # an interrupt: nobody knows which rules the worker was told
             self._news = RuleNews()
             raise
@@ -50,3 +51,30 @@ class InlineExecutor:
 
     def stop(self) -> None:
         self.worker = None
+
+
+class _Begun:
+    """A step that a device is on its way with."""
+
+    __slots__ = ("_begun", "_worker")
+
+    def __init__(self, worker: Worker, begun: Begun) -> None:
+        self._worker, self._begun = worker, begun
+
+    def result(self) -> Answers:
+        try:
+            return self._begun.result()
+        except Exception as error:
+            failure = _failure(error, self._worker)
+            if failure is error:
+                raise
+            raise failure from error
+
+
+def _failure(error: Exception, worker: Worker | None) -> Exception:
+    """What a step's error comes to: nothing else can be carried out either where the device is lost."""
+    if worker is None or not worker.is_lost():
+        return error
+    lost = DeviceLost(str(error))
+    lost.__cause__ = error
+    return lost
