@@ -111,7 +111,8 @@ demo: build model
 	@echo "now type: . $(BIN)/activate, and then pagedec chat, or pagedec --help"
 
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own. Those of the
-# architecture come first, with all others collected beside them, from both ends: what these import is compiled once.
+# architecture come first. All others are collected beside the types: what they import is compiled once, not by each
+# process.
 STYLE = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1
 
 # One process more than cores, since some tests wait for servers and clusters; each has one thread but where a test wants
@@ -122,9 +123,9 @@ SINGLE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=100 $(BIN)/py
 PARALLEL = $(SINGLE) -n $(PROCESSES) --dist worksteal
 
 test: build model
-	@status=0; { $(BIN)/mypy >$(VENV)/types.log 2>&1; typed=$$?; \
-	  $(SINGLE) -q --collect-only $$(ls -d tests/*/ | tac) >/dev/null 2>&1; exit $$typed; } & types=$$!; $(STYLE); \
-	$(SINGLE) -q -k test_architecture || status=1; wait $$types || status=1; cat $(VENV)/types.log; \
+	@status=0; $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; $(STYLE); \
+	$(SINGLE) -q tests/test_architecture.py || status=1; $(SINGLE) -q --collect-only >/dev/null 2>&1; \
+	wait $$types || status=1; cat $(VENV)/types.log; \
 	$(PARALLEL) -m "not long and not gpu" --ignore=tests/test_architecture.py || status=1; exit $$status
 
 test-long: build model
