@@ -28,8 +28,8 @@ _popen = subprocess.Popen
 
 
 def _light(command: list[str], **arguments: Any) -> subprocess.Popen[bytes]:
-    deaf, _, rest = command[2].partition("from pagedec.executor.fork_server import main; ")
-    return _popen([*command[:2], f"{deaf}pass\n{SERVER}\n{before}\nserver.{rest}"], **arguments)
+    deaf, _, rest = command[-1].partition("from pagedec.executor.fork_server import main; ")
+    return _popen([*command[:-1], f"{deaf}pass\n{SERVER}\n{before}\nserver.{rest}"], **arguments)
 
 
 def worker(line: str = "pass") -> WorkerProcess:
