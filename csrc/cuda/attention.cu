@@ -9,30 +9,56 @@ namespace pagedec {
 namespace attention {
 namespace {
 
-// What several spans have of a row, put together: a warp a row and head.
+// A chunk as it is folded: what the result so far and its own are multiplied by; l of 0: it has nothing.
+struct alignas(16) Step {
+  float x, y, l, none;
+};
+
+// What several spans have of a row, put together: a warp has 32 columns of a row and head. A warp of chunks at a time
+// is loaded at once, and a lane has a chunk's m and l: a row behind 131,072 tokens has 256 of them, and only sums wait
+// for those of the chunk before. Whether there is a larger m before does not depend on how it is found.
 template <class E>
 PD_KERNEL(kThreads) merge_kernel(Work w) {
+  SHARED_ARRAY(Step, steps, kThreads);
   const Sections p{*(const plan::Header *)w.words, w.words};
   const plan::Header &h = p.header;
-  const int lane = thread_index() % kWarp;
-  const int64_t merges = (int64_t)h.splits.count * h.q_heads, step = (int64_t)num_grid_blocks() * kWarps;
-  for (int64_t i = (int64_t)block_index() * kWarps + thread_index() / kWarp; i < merges; i += step) {
-    const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[i / h.q_heads]];
-    const int last = (row.end - 1) / CHUNK, head = (int)(i % h.q_heads), dim = h.head_dim;
-    const auto record = [&](int chunk) {
-      return w.partials + ((int64_t)(row.split + chunk - row.merge_chunk) * h.q_heads + head) * (dim + 2);
-    };
-    for (int d = lane; d < dim; d += kWarp) {
-      const float *from = record(row.merge_chunk);
-      float x = from[d], m = from[dim], l = from[dim + 1];
-      for (int chunk = row.merge_chunk + 1; chunk <= last; chunk++) {
-        from = record(chunk);
-        if (from[dim + 1] == 0.0f) continue;
-        const Fold fold(m, from[dim]);
-        x = fold.of(x, from[d]), l = fold.of(l, from[dim + 1]), m = fold.top;
+  const int lane = thread_index() % kWarp, own = thread_index() / kWarp * kWarp, dim = h.head_dim;
+  const int parts = (dim + kWarp - 1) / kWarp;
+  const int merges = h.splits.count * h.q_heads * parts;  // fewer than the numbers of their records
+  const int64_t stride = (int64_t)h.q_heads * (dim + 2);
+  for (int i = block_index() * kWarps + own / kWarp; i < merges; i += num_grid_blocks() * kWarps) {
+    const int of = i / parts;
+    const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[of / h.q_heads]];
+    const int head = of % h.q_heads, d = i % parts * kWarp + lane;
+    const float *from = w.partials + ((int64_t)row.split * h.q_heads + head) * (dim + 2);
+    float x = d < dim ? from[d] : 0.0f, m = from[dim], l = from[dim + 1];
+    for (int left = (row.end - 1) / CHUNK - row.merge_chunk; left > 0; left -= kWarp) {
+      from += stride;
+      float chunks[kWarp];
+      PD_UNROLL for (int c = 0; c < kWarp; c++) chunks[c] = c < left && d < dim ? from[c * stride + d] : 0.0f;
+      const bool is_there = lane < left;
+      const float of_m = is_there ? from[lane * stride + dim] : 0.0f;
+      const float of_l = is_there ? from[lane * stride + dim + 1] : 0.0f;
+      float top = of_l == 0.0f ? -INFINITY : of_m;
+      for (int apart = 1; apart < kWarp; apart *= 2) {
+        const float other = shuffle(top, (lane - apart) & (kWarp - 1));
+        if (lane >= apart) top = other > top ? other : top;
       }
-      ((E *)w.out)[((int64_t)row.row_id * h.q_heads + head) * dim + d] = from_float<E>(x * weight_of(l));
+      top = m > top ? m : top;
+      const float above = shuffle(top, (lane - 1) & (kWarp - 1));
+      const Fold fold(lane == 0 ? m : above, of_m);
+      steps[own + lane] = Step{fold.x, fold.y, of_l, 0.0f};
+      m = shuffle(top, kWarp - 1);
+      sync_warp();
+      PD_UNROLL for (int c = 0; c < kWarp; c++) {
+        if (c % 8 == 0 && c >= left) break;
+        const Step by = steps[own + c];
+        if (by.l != 0.0f) x = x * by.x + chunks[c] * by.y, l = l * by.x + by.l * by.y;
+      }
+      sync_warp();
+      from += (kWarp - 1) * stride;
     }
+    if (d < dim) ((E *)w.out)[((int64_t)row.row_id * h.q_heads + head) * dim + d] = from_float<E>(x * weight_of(l));
   }
 }
 
@@ -90,3 +116,9 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
 }
 
 }  // namespace pagedec
+#if !defined(__CUDACC__)
+// For tests: how much shared memory a block has at most, as a device of another kind has it.
+extern "C" PD_EXPORT void pd_emulate_shared_bytes(pd_context *context, int64_t bytes) {
+  context->max_shared_bytes = bytes;
+}
+#endif

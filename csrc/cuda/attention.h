@@ -40,10 +40,12 @@ class Walk {
 
  private:
   PD_DEVICE void run_span(const plan::Span &span);
-  PD_DEVICE void load_rows();
+  PD_DEVICE void begin_rows();
+  PD_DEVICE void load_queries();
   PD_DEVICE void begin_chunk();
   PD_DEVICE Sight sight_of(const plan::Unit &u) const;
-  PD_DEVICE void bring(const plan::Unit &u, int stage) const;
+  PD_DEVICE typename T::Found find(const plan::Unit &u) const;
+  PD_DEVICE void bring(const typename T::Found &found, int stage) const;
   PD_DEVICE void run_unit(const plan::Unit &u, int stage);
   PD_DEVICE void scale_logits(int stage, float (&s)[kRowTiles][2][4]) const;
   PD_DEVICE void find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const;
@@ -68,7 +70,6 @@ class Walk {
   PD_DEVICE float &total_m(int tile, int half) const { return total(tile, kPieces, half); }
   PD_DEVICE float &total_l(int tile, int half) const { return total(tile, kPieces, 2 + half); }
   PD_DEVICE int num_stages() const { return T::kAnyStages ? w_.num_stages : T::kStages; }
-  PD_DEVICE int stage_of(int i) const { return T::kAnyStages ? i & (w_.num_stages - 1) : i % T::kStages; }
   PD_DEVICE int row_of(int tile, int half) const { return tile * kTileRows + half * 8 + lane_ / 4; }
   PD_DEVICE int column_of(int piece) const { return T::column_of(piece, warp_) + 2 * (lane_ % 4); }
 
@@ -86,23 +87,31 @@ class Walk {
 };
 
 template <class T>
-PD_DEVICE void Walk<T>::load_rows() {
+PD_DEVICE void Walk<T>::begin_rows() {
   const int part = span_->head % h_.head_parts;
   kv_head_ = span_->head / h_.head_parts;
   heads_ = h_.group * (part + 1) / h_.head_parts - h_.group * part / h_.head_parts;
   const plan::Piece &piece = piece_of_span();
-  const int head = first_head(), num_packed = piece.num_rows * heads_;
-  sync_block();  // of the span before
   const plan::Row *rows = p_.template of<plan::Row>(h_.rows) + piece.row0;
-  for (int r = warp_; r < ROWS_MAX; r += kWarps) {
-    const bool is_there = r < num_packed;
-    const plan::Row &row = rows[is_there ? r / heads_ : 0];
-    if (lane_ == 0) begins_[r] = is_there ? row.begin : 0;
-    if (lane_ == 0) ends_[r] = is_there ? row.end : 0;
-    const E *q = (const E *)w_.q + ((int64_t)row.row_id * h_.q_heads + head + r % heads_) * dim_;
-    for (int d = lane_; d < dim_; d += kWarp) tiles_.put_query(r, d, is_there ? q[d] : from_float<E>(0.0f));
+  sync_block();  // of the span before
+  for (int r = thread_index(); r < ROWS_MAX; r += kThreads) {
+    const bool is_there = r < piece.num_rows * heads_;
+    begins_[r] = is_there ? rows[r / heads_].begin : 0;
+    ends_[r] = is_there ? rows[r / heads_].end : 0;
   }
   sync_block();
+}
+
+// Of rows that are not there, logits may be anything: they see no position.
+template <class T>
+PD_DEVICE void Walk<T>::load_queries() {
+  const plan::Piece &piece = piece_of_span();
+  const plan::Row *rows = p_.template of<plan::Row>(h_.rows) + piece.row0;
+  const int head = first_head(), num_packed = piece.num_rows * heads_;
+  PD_ROLLED for (int r = warp_; r < num_packed; r += kWarps) {
+    const E *q = (const E *)w_.q + ((int64_t)rows[r / heads_].row_id * h_.q_heads + head + r % heads_) * dim_;
+    for (int d = lane_; d < dim_; d += kWarp) tiles_.put_query(r, d, q[d]);
+  }
 }
 
 template <class T>
@@ -130,20 +139,29 @@ PD_DEVICE Sight Walk<T>::sight_of(const plan::Unit &u) const {
   return {row0, row1, first, last, all_first, all_last};
 }
 
+// Which rows see what of a unit, and where it lies, takes some trips to memory: before there is room for it.
 template <class T>
-PD_DEVICE void Walk<T>::bring(const plan::Unit &u, int stage) const {
+PD_DEVICE typename T::Found Walk<T>::find(const plan::Unit &u) const {
   const Sight sight = sight_of(u);
-  if (thread_index() == 0) sights_[stage] = sight.lanes();
-  const Place place(u, p_.template of<int32_t>(h_.paths), w_.block_shift, sight.first, sight.last);
-  const auto before = [&](Slot slot) {  // slots before its block's head, each with its scale
-    return ((int64_t)slot.block * w_.kv_heads + kv_head_) << w_.block_shift;
+  typename T::Found found =
+      T::find(Place(u, p_.template of<int32_t>(h_.paths), w_.block_shift, sight.first, sight.last));
+  found.lanes = sight.lanes();
+  return found;
+}
+
+template <class T>
+PD_DEVICE void Walk<T>::bring(const typename T::Found &found, int stage) const {
+  if (thread_index() == 0) sights_[stage] = found.lanes;
+  const auto before = [&](int slot) {  // slots before its block's head, each with its scale
+    return ((int64_t)(slot >> w_.block_shift) * w_.kv_heads + kv_head_) << w_.block_shift;
   };
-  tiles_.begin(stage, place, dim_, [&](Slot slot) {  // where a slot's head begins
-    return (before(slot) + slot.offset) * dim_ + (T::kHasScales ? before(slot) * kScaleBytes : 0);
+  const auto offset = [&](int slot) { return slot & ((1 << w_.block_shift) - 1); };
+  tiles_.begin(stage, found, dim_, [&](int slot) {  // where a slot's head begins
+    return (before(slot) + offset(slot)) * dim_ + (T::kHasScales ? before(slot) * kScaleBytes : 0);
   }, (const M *)w_.k_cache, (const M *)w_.v_cache);
   if constexpr (T::kHasScales)
-    tiles_.begin_scales(stage, place, [&](Slot slot) {  // where its scale lies
-      return (before(slot) + (1 << w_.block_shift)) * dim_ + (before(slot) + slot.offset) * kScaleBytes;
+    tiles_.begin_scales(stage, found, [&](int slot) {  // where its scale lies
+      return (before(slot) + (1 << w_.block_shift)) * dim_ + (before(slot) + offset(slot)) * kScaleBytes;
     }, (const M *)w_.k_cache, (const M *)w_.v_cache);
 }
 
@@ -331,27 +349,31 @@ PD_DEVICE void Walk<T>::move_rows() {
 template <class T>
 PD_DEVICE void Walk<T>::run_span(const plan::Span &span) {
   span_ = &span;
-  load_rows();
+  begin_rows();
   const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
   const plan::Unit *units = p_.template of<plan::Unit>(h_.units) + items[0].unit0;
   const plan::Item &end = items[span.num_items - 1];
   const int num_units = end.unit0 + end.num_units - items[0].unit0;
   for (int i = 0; i < num_stages() - 1; i++) {
-    if (i < num_units) bring(units[i], i);
+    if (i < num_units) bring(find(units[i]), i);
     T::end_bringing();
   }
-  for (int i = 0, item = 0; i < num_units; i++) {
+  load_queries();
+  for (int i = 0, stage = 0, item = 0; i < num_units; i++, stage = stage + 1 == num_stages() ? 0 : stage + 1) {
     if (i == items[item].unit0 - items[0].unit0) begin_chunk();
     const int next = i + num_stages() - 1;
-    if (num_stages() > 1) T::await();
+    const bool has_next = next < num_units;
+    typename T::Found found{};
+    if (has_next) found = find(units[next]);
+    if (num_stages() > 1) T::await(num_stages());
     sync_block();  // what has been brought is seen, and nobody looks any more where the next will be
-    if (next < num_units) bring(units[next], stage_of(next));
+    if (has_next) bring(found, stage ? stage - 1 : num_stages() - 1);
     T::end_bringing();
     if (num_stages() == 1) {
-      T::await();
+      T::await(1);
       sync_block();
     }
-    run_unit(units[i], stage_of(i));
+    run_unit(units[i], stage);
     if (i + 1 < items[item].unit0 + items[item].num_units - items[0].unit0) continue;
     end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
     item++;

@@ -31,22 +31,32 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
     return kGroup * (kWarps * (piece / 2) + warp) + kGroup / 2 * (piece % 2);
   }
 
-  template <class Start>
-  PD_DEVICE void begin(int stage, const Place &place, int dim, const Start &start, const M *k, const M *v) const {
-    copy_unit<4, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, place, dim, start, k, v);
-  }
-  // A thread has a token's scale, of K or of V. Copies are of four bytes at least: two tokens' scales, and which it is.
-  template <class Start>
-  PD_DEVICE void begin_scales(int stage, const Place &place, const Start &start, const M *k, const M *v) const {
+  struct Found : FoundTokens<4> {
+    int slot;  // whose scale a thread copies, of K or of V
+    bool has_scale;
+  };
+  static PD_DEVICE Found find(const Place &place) {
     static_assert(kThreads == 2 * TILE);
-    const int token = thread_index() % TILE, at = 2 * stage * TILE + thread_index();
-    const bool is_seen = place.is_seen(token);
-    const int64_t from = is_seen ? start(place.slot(token)) : 0;
-    begin_copy<4>(words.at(at), (thread_index() < TILE ? k : v) + from / 4 * 4, is_seen);
+    Found found{};
+    found.find(place);
+    const int token = thread_index() % TILE;
+    found.slot = place.slot(token), found.has_scale = place.is_seen(token);
+    return found;
+  }
+  template <class Start>
+  PD_DEVICE void begin(int stage, const Found &found, int dim, const Start &start, const M *k, const M *v) const {
+    copy_unit<4, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
+  }
+  // Copies are of four bytes at least: two tokens' scales, and which it is.
+  template <class Start>
+  PD_DEVICE void begin_scales(int stage, const Found &found, const Start &start, const M *k, const M *v) const {
+    const int at = 2 * stage * TILE + thread_index();
+    const int64_t from = start(found.slot);
+    begin_copy<4>(words.at(at), (thread_index() < TILE ? k : v) + from / 4 * 4, found.has_scale);
     shifts[at] = (uint32_t)(from % 4 * 8);
   }
   static PD_DEVICE void end_bringing() { end_copy_group(); }
-  static PD_DEVICE void await() { await_copies<(kStages > 1 ? kStages - 2 : 0)>(); }
+  static PD_DEVICE void await(int stages) { await_stage<kAnyStages, kStages>(stages); }
 
   PD_DEVICE Scales scales(int stage, bool is_v, int warp) const {
     const int first = (2 * stage + is_v) * TILE + warp * kWarpTokens + 2 * (thread_index() % kWarp % 4);

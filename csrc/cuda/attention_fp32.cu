@@ -29,21 +29,25 @@ struct Fp32Tiles {
     p[row * kProbabilityStride + token] = first, p[row * kProbabilityStride + token + 1] = second;
   }
   static PD_DEVICE int column_of(int piece, int warp) { return 8 * (kWarps * piece + warp); }
-  template <class Start>
-  PD_DEVICE void begin(int, const Place &place, int, const Start &start, const M *k, const M *v) const {
-    const int token = thread_index();
-    if (token >= TILE) return;
-    const bool is_seen = place.is_seen(token);
-    const int64_t from = is_seen ? start(place.slot(token)) : 0;
-    ks[token] = is_seen ? k + from : nullptr, vs[token] = is_seen ? v + from : nullptr;
-  }
-  // A thread has a token's scale, of K or of V.
-  template <class Start>
-  PD_DEVICE void begin_scales(int, const Place &place, const Start &start, const M *k, const M *v) const {
+  struct Found {  // a thread has a token, of K or of V
+    int slot;
+    bool is_seen;
+    uint32_t lanes;
+  };
+  static PD_DEVICE Found find(const Place &place) {
     static_assert(kThreads == 2 * TILE);
     const int token = thread_index() % TILE;
-    if (!place.is_seen(token)) return;
-    by[thread_index()] = to_float(*(const bf16 *)((thread_index() < TILE ? k : v) + start(place.slot(token))));
+    return {place.slot(token), place.is_seen(token), 0};
+  }
+  template <class Start>
+  PD_DEVICE void begin(int, const Found &found, int, const Start &start, const M *k, const M *v) const {
+    const bool is_k = thread_index() < TILE;
+    (is_k ? ks : vs)[thread_index() % TILE] = found.is_seen ? (is_k ? k : v) + start(found.slot) : nullptr;
+  }
+  template <class Start>
+  PD_DEVICE void begin_scales(int, const Found &found, const Start &start, const M *k, const M *v) const {
+    if (!found.is_seen) return;
+    by[thread_index()] = to_float(*(const bf16 *)((thread_index() < TILE ? k : v) + start(found.slot)));
   }
   PD_DEVICE auto scales(int, bool is_v, int warp) const {
     if constexpr (kHasScales) {
@@ -58,7 +62,7 @@ struct Fp32Tiles {
     else return is_int8 ? to_number<PD_KV_INT8>(head[place_of_byte(d)]) : to_number<PD_KV_FP8>(head[place_of_byte(d)]);
   }
   static PD_DEVICE void end_bringing() {}
-  static PD_DEVICE void await() {}
+  static PD_DEVICE void await(int) {}
 
   PD_DEVICE void add_logits(int, const Sight &sight, int dim, int warp, float (&s)[kRowTiles][2][4]) const {
     const int lane = thread_index() % kWarp;

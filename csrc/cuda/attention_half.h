@@ -50,29 +50,47 @@ struct Factors {
   const SharedArray<uint32_t> p;  // pairs
 };
 
-// Begins the copies of a unit's K and V, of a token by so many threads: where a thread's tokens lie is found before the
-// first of them.
-template <int kThreadsAToken, int kHead, class M, class Start>
-PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride, const Place &place, int dim,
-                         const Start &start, const M *k, const M *v) {
-  constexpr int kApart = kThreads / kThreadsAToken, kTokens = TILE / kApart;
-  constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
-  const int first = thread_index() / kThreadsAToken;
-  int64_t from[kTokens];
-  PD_UNROLL for (int i = 0; i < kTokens; i++) {
-    const int token = first + i * kApart;
-    from[i] = place.is_seen(token) ? start(place.slot(token)) : 0;
+// The tokens of a unit of which a thread copies a part, and of the unit which lanes are seen by which rows.
+template <int kThreadsAToken>
+struct FoundTokens {
+  static constexpr int kApart = kThreads / kThreadsAToken, kTokens = TILE / kApart;
+  int slots[kTokens];
+  uint32_t is_seen, lanes;  // is_seen: a bit a token
+
+  static PD_DEVICE int token(int i) { return thread_index() / kThreadsAToken + i * kApart; }
+  PD_DEVICE void find(const Place &place) {
+    PD_UNROLL for (int i = 0; i < kTokens; i++) slots[i] = place.slot(token(i));
+    PD_UNROLL for (int i = 0; i < kTokens; i++) is_seen |= (uint32_t)place.is_seen(token(i)) << i;
   }
-  PD_UNROLL for (int i = 0; i < kTokens; i++)
-    PD_UNROLL for (int at = 0; at < kHead; at += kThreadsAToken * kCopied) {
-      const int token = first + i * kApart, d = at + thread_index() % kThreadsAToken * kCopied;
-      if (d >= dim) continue;
-      begin_copy(kv.at(of_k + token * stride + d), k + from[i] + d, place.is_seen(token));
-      begin_copy(kv.at(of_v + token * stride + d), v + from[i] + d, place.is_seen(token));
-    }
+};
+
+// Until the oldest of the stages is there, of as many as there may be at most, or of fewer.
+template <bool kAny, int kMost>
+PD_DEVICE void await_stage(int stages) {
+  static_assert(!kAny || kMost <= 3);
+  if (!kAny || stages == kMost) await_copies<(kMost > 2 ? kMost - 2 : 0)>();
+  else await_copies<0>();
 }
 
-// Of a plain cache.
+// Begins the copies of a unit's K and V.
+template <int kThreadsAToken, int kHead, class M, class Start>
+PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride,
+                         const FoundTokens<kThreadsAToken> &found, int dim, const Start &start, const M *k,
+                         const M *v) {
+  constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
+  PD_UNROLL for (int i = 0; i < found.kTokens; i++) {
+    const int64_t from = start(found.slots[i]);
+    const bool is_seen = found.is_seen >> i & 1;
+    PD_UNROLL for (int at = 0; at < kHead; at += kThreadsAToken * kCopied) {
+      const int token = found.token(i), d = at + thread_index() % kThreadsAToken * kCopied;
+      if (d >= dim) continue;
+      begin_copy(kv.at(of_k + token * stride + d), k + from + d, is_seen);
+      begin_copy(kv.at(of_v + token * stride + d), v + from + d, is_seen);
+    }
+  }
+}
+
+// Of a plain cache. kNumStages: the most that it may have.
 template <class Element, int kHead, int kNumStages>
 struct HalfTiles : Factors<Element, Element, kHead> {
   using E = Element;
@@ -80,7 +98,8 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   using F = Factors<E, E, kHead>;
   static constexpr bool kHasScales = false;
   static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 8;
-  static constexpr bool kAnyStages = kHead > 128;
+  static constexpr bool kAnyStages = kHead > 64;
+  using Found = FoundTokens<8>;
   static constexpr int64_t bytes(int stages) { return F::kEnd + 2 * stages * TILE * kStride * 2; }
 
   PD_DEVICE HalfTiles(const SharedMemory &memory, int num_stages, const plan::Header &)
@@ -90,12 +109,17 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   static PD_DEVICE int column_of(int piece, int warp) { return 8 * (kWarps * piece + warp); }
   static PD_DEVICE NoScales scales(int, bool, int) { return {}; }
 
+  static PD_DEVICE Found find(const Place &place) {
+    Found found{};
+    found.find(place);
+    return found;
+  }
   template <class Start>
-  PD_DEVICE void begin(int stage, const Place &place, int dim, const Start &start, const E *k, const E *v) const {
-    copy_unit<8, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, place, dim, start, k, v);
+  PD_DEVICE void begin(int stage, const Found &found, int dim, const Start &start, const E *k, const E *v) const {
+    copy_unit<8, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
   }
   static PD_DEVICE void end_bringing() { end_copy_group(); }
-  static PD_DEVICE void await() { await_copies<(kStages > 1 ? kStages - 2 : 0)>(); }
+  static PD_DEVICE void await(int stages) { await_stage<kAnyStages, kStages>(stages); }
 
   PD_DEVICE void add_logits(int stage, const Sight &sight, int dim, int warp, float (&s)[kRowTiles][2][4]) const {
     const int lane = thread_index() % kWarp;
@@ -209,19 +233,29 @@ PD_KERNEL_BLOCKS(kThreads, kBlocksAtATime) half_kernel(Work w) {
   Walk<T>(w, memory).run();
 }
 
-// What T says of its shared memory is what a launch gives. For two stages of the largest heads an SM80 has no room, nor
-// have most later ones that are not an H100 or B200.
+// Of which a multiprocessor has so many for all of its blocks, of which the driver takes a little of each. For two
+// stages of the largest heads an SM80 has no room, nor have most later ones that are not an H100 or B200. Of heads of
+// 128 it has room for one block where these have it for two: there it has as many bytes under way, in three stages.
+template <class T>
+int stages_for(int64_t most_of_block) {
+  constexpr int64_t kTaken = (1 << 10) + 128;
+  if (!T::kAnyStages) return T::kStages;
+  const bool is_for_one = T::kStages > 2, has_room = T::bytes(T::kStages) <= most_of_block;
+  const bool has_two = 2 * (T::bytes(T::kStages - 1) + kTaken) <= most_of_block + kTaken;
+  return has_room && !(is_for_one && has_two) ? T::kStages : T::kStages - 1;
+}
+
+// What T says of its shared memory is what a launch gives.
 template <class T>
 int put(pd_context &c, Work w) {
-  const bool has_room = !T::kAnyStages || T::bytes(T::kStages) <= target(c).max_shared_bytes;
-  w.num_stages = has_room ? T::kStages : 1;
+  w.num_stages = stages_for<T>(target(c).max_shared_bytes);
   return launch(c, "pd_attention", half_kernel<T>, Grid(kThreads, kBlocksAtATime, T::bytes(w.num_stages)), w);
 }
 
 template <class E>
 int put_plain(pd_context &c, const Work &w, int head_dim) {
   if (head_dim <= 64) return put<HalfTiles<E, 64, 3>>(c, w);
-  return head_dim <= 128 ? put<HalfTiles<E, 128, 2>>(c, w) : put<HalfTiles<E, 256, 2>>(c, w);
+  return head_dim <= 128 ? put<HalfTiles<E, 128, 3>>(c, w) : put<HalfTiles<E, 256, 2>>(c, w);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ struct Work {
   float *totals;                       // what threads have folded, by block
   float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
   int kv_heads, head_dim, block_shift; // a block has 1 << block_shift slots
-  int num_stages;                      // of tiles that have kAnyStages: two, or one where a device has no room
+  int num_stages;                      // of tiles
 };
 
 // A plan's words, section by section.
@@ -39,9 +39,6 @@ struct Sections {
 };
 
 // Where the tokens of a unit lie, and which of them any row sees.
-struct Slot {
-  int block, offset;
-};
 struct Place {
   const int32_t *blocks, *path;           // path: slots of lanes from path_lane on
   int start, path_lane, shift, first, last;  // lanes first .. last - 1 are seen
@@ -50,11 +47,12 @@ struct Place {
       : blocks(u.blocks), path(paths + u.path - u.path_lane), start(u.tile * TILE),
         path_lane(u.path < 0 ? TILE : u.path_lane), shift(shift), first(first), last(last) {}
   PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
-  PD_DEVICE Slot slot(int lane) const {
-    const int mask = (1 << shift) - 1;
-    if (lane < path_lane) return {blocks[lane >> shift], (start + lane) & mask};
-    const int slot = path[lane];
-    return {slot >> shift, slot & mask};
+  // Of a lane that is not seen, that of one which is. Without a branch, so that a thread's are found at a time.
+  PD_DEVICE int slot(int lane) const {
+    lane = is_seen(lane) ? lane : first < last ? first : 0;
+    const bool is_in_block = lane < path_lane;
+    const int found = *(is_in_block ? blocks + (lane >> shift) : path + lane);
+    return is_in_block ? found << shift | ((start + lane) & ((1 << shift) - 1)) : found;
   }
 };
 

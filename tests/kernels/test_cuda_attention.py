@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64, c_void_p
+
 import numpy as np
 import pytest
 import torch
@@ -154,18 +156,37 @@ def test_no_bit_depends_on_the_size_of_a_block(window: int) -> None:
     check([context], shape, torch.bfloat16, around_ends, threads=2, others=(8, 64, 128, 256))
 
 
+SM80, SM86 = 163 << 10, 99 << 10
+"""Bytes of shared memory that a block has at most; an H100's has room for the most stages, or for two blocks."""
+
+
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 @pytest.mark.parametrize("kind", [KvKind.PLAIN, KvKind.FP8])
-def test_less_shared_memory_changes_no_bit(kind: KvKind) -> None:
-    """The second emulated device has as much as an SM86: no room for two stages of the largest heads."""
+@pytest.mark.parametrize("dim", [128, 256])
+def test_less_shared_memory_changes_no_bit(dim: int, kind: KvKind) -> None:
+    """An SM80 has three stages of heads of 128 for one block, where an H100 has two for each of two, and one stage of
+    the largest; an SM86 has two, and one."""
     library = cuda_library.open_library(EMULATED_DEVICE)
-    cache = Cache(AttentionShape(3, 1, 256, 16, 0.1), 64, Numbers(torch.bfloat16, kind), seed=4)
+    cache = Cache(AttentionShape(3, 1, dim, 16, 0.1), 64, Numbers(torch.bfloat16, kind), seed=4)
     branches, q = [cache.branch(200, 5), cache.branch(70)], cache.query(6)
     found = []
-    for device in range(2):
-        context = library.context(0, device)
+    for most in (None, SM80, SM86):
+        context = library.context(0)
+        if most is not None:
+            library.functions.pd_emulate_shared_bytes(c_void_p(context.handle), c_int64(most))
         found.append(run_plan(context, make_plan(context, cache, Batch(branches)), cache, q))
-    assert same_bits(*found) and found[0].isfinite().all()
+    assert all(same_bits(one, found[0]) for one in found) and found[0].isfinite().all()
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+def test_many_chunks_are_folded_as_few_are() -> None:
+    """More than a warp has lanes, each of them for the merge, or the first ones where their span folds them."""
+    context = cuda_library.open_library(EMULATED_DEVICE).context()
+    cache = Cache(AttentionShape(1, 1, 48, 64, 0.5), 280, torch.float32, seed=4)
+    branch, q = cache.branch(34 * 512 + 20), cache.query(1)
+    few, many = (run(context, cache, [branch], q, threads=threads) for threads in (1, 20))
+    assert same_bits(few, many)
+    torch.testing.assert_close(many.double(), reference(cache, [branch], q), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")

@@ -79,6 +79,14 @@ def test_sixteen_bytes_are_one_load(built: Build, name: str) -> None:
     assert "ld.global.v4.u32" in loads and not {"ld.global.u8", "ld.global.s8", "ld.global.b8"} & loads
 
 
+def test_the_merge_of_chunks_waits_for_memory_once_for_many(built: Build) -> None:
+    """A row behind 131,072 tokens has 256 of them, which one after another would take longer than all else."""
+    text = (built.kept / "attention.ptx").read_text(encoding="utf-8")
+    bodies = [body for body in text.split(".entry")[1:] if "merge_kernel" in body.split("(")[0]]
+    loads = [max(part.count("ld.global") for part in body.split("ex2.approx")) for body in bodies]
+    assert len(loads) == 3 and min(loads) > 32
+
+
 def _lines(*command: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
