@@ -87,12 +87,14 @@ class Writer:
         """What gives the same text in pieces; None where there is no text."""
         if self.tokenizer is None or not params.detokenize:
             return None
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
         return TextStream(
             self.tokenizer.byte_table,
             tuple(params.stop or ()),
             min_tokens=params.min_tokens,
             include_stop_string=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            ends=ends,
         )
 
     def check_told(self, resume: Resume | None, params: RequestParams) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pagedec.core.stop_strings import StopStrings
 from pagedec.text.byte_table import ByteTable
@@ -15,11 +15,14 @@ class TextStream:
     A piece never ends within a character, nor with what may be the beginning of a stop string: such bytes are held back
     until it is known what they are. At the first place where a stop string ends the text ends: before the string, or
     with `include_stop_string` behind it. A stop string that ends within the first `min_tokens` tokens ends nothing, as
-    in the engine. Bytes that are no UTF-8 become U+FFFD.
+    in the engine. Of a token among `ends` nothing is said before another one follows it: it may be the answer's end.
+    Bytes that are no UTF-8 become U+FFFD.
     """
 
     __slots__ = (
         "_begun",
+        "_end",
+        "_ends",
         "_held",
         "_include",
         "_left",
@@ -40,9 +43,11 @@ class TextStream:
         include_stop_string: bool = False,
         skip_special_tokens: bool = True,
         keep_leading_space: bool = True,
+        ends: Collection[int] = (),
     ) -> None:
         self._table, self._include, self._left = table, include_stop_string, min_tokens
         self._special = table.special_ids if skip_special_tokens else frozenset()
+        self._ends, self._end = ends, list[int]()  # and the last token, if it is one of them
         self._stop = StopStrings(tuple(stop)) if stop else None
         self._state = StopStrings.start
         self._held = b""
@@ -55,14 +60,18 @@ class TextStream:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens make certain."""
+        if self._ends:
+            known = [*self._end, *token_ids]
+            self._end = known[-1:] if known and known[-1] in self._ends else []
+            token_ids = known[: len(known) - len(self._end)]
         pieces = (b"" if token_id in self._special else self._table.token_bytes(token_id) for token_id in token_ids)
         if self._stop is None:
             return self._decode(b"".join(pieces), final=False)
         return "".join(self._stopped(piece, self._stop) for piece in pieces if self.stop_string is None)
 
     def finish(self, token_ids: Iterable[int] = ()) -> str:
-        """Return what was held back, at the end of the answer. `token_ids`: a stop token that is part of the text; no
-        stop string ends with it."""
+        """Return what was held back, at the end of the answer. `token_ids`: a last token among `ends` that is part of
+        the text; no stop string ends with it."""
         if self.stop_string is not None:
             return ""
         data = b"".join(self._table.token_bytes(token_id) for token_id in token_ids if token_id not in self._special)

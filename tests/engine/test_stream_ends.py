@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from pagedec import RequestOutputKind, SamplingParams
+from pagedec.engine.completion import Completion
 from pagedec.errors import RequestError
 from pagedec.llm.prompts import Job
 from pagedec.llm.streams import Stream
 from pagedec.llm.writer import Writer
+from pagedec.text.byte_table import ByteTable
 
 
 def made(**fields: Any) -> Stream:
@@ -60,3 +62,27 @@ def test_what_comes_while_somebody_reads_is_read_the_next_time() -> None:
     assert [output.outputs[0].token_ids for output in stream.read()] == [[7]]
     assert stream.has_news
     assert [output.outputs[0].token_ids for output in stream.read()] == [[8, 9]]
+
+
+class Table:
+    """As much of a tokenizer as texts need."""
+
+    byte_table = ByteTable([b"one ", b"two ", b".", b"<end>"], frozenset({3}))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("end", "fields"), [(2, {"stop_token_ids": [2]}), (3, {"skip_special_tokens": False})])
+def test_a_stop_token_is_no_text_for_who_reads_before_the_end_was_put_in(
+    end: int, fields: dict[str, Any], include: bool
+) -> None:
+    """Its token comes first, and then that it was the last one."""
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, include_stop_str_in_output=include, **fields)
+    stream = Stream(Job("a", None, [5], params), Writer(Table(), (3,)))  # type: ignore[arg-type]
+    texts, token_ids = [], []
+    for news in ((0, [0, 1], None), (0, [end], None), (0, Completion([0, 1, end], "stop", end, None))):
+        stream._put(news)  # type: ignore[arg-type]
+        for output in stream.read():
+            texts.append(output.outputs[0].text)
+            token_ids += output.outputs[0].token_ids
+    last = Table.byte_table.token_bytes(end).decode() if include else ""
+    assert "".join(texts) == "one two " + last and token_ids == [0, 1, end]

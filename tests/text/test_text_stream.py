@@ -71,18 +71,19 @@ def check(token_ids: list[int], params: SamplingParams, table: ByteTable, cuts: 
     final = answers.text(answer, params)
     stream = answers.stream(params)
     assert stream is not None
-    shown = answer.token_ids[:-1] if answer.stop_token is not None else answer.token_ids
+    shown, ends = answer.token_ids, params.stop_token_ids
     text, at = "", 0
     for cut in [*sorted(cut for cut in cuts if cut < len(shown)), len(shown)]:
         text, at = text + stream.push(shown[at:cut]), cut
         assert final.startswith(text), "what was shown must stay"
-        data = table.join(shown[:cut], params.skip_special_tokens)
+        known = shown[: cut - 1] if cut and shown[cut - 1] in ends else shown[:cut]
+        data = table.join(known, params.skip_special_tokens)
         if stream.stop_string is None:
             held = max((n for n in range(len(data) + 1) if begins(data[len(data) - n :], params.stop or ())), default=0)
             sure = data[: len(data) - held].decode("utf-8", "replace").rstrip("\ufffd")
             assert len(text) >= len(sure), "nothing is held back for longer than it must be"
-    include = params.include_stop_str_in_output
-    text += stream.finish(answer.token_ids[len(shown) :] if include else ())
+    belongs = answer.stop_token is None or params.include_stop_str_in_output
+    text += stream.finish(shown[-1:] if belongs and shown[-1:] and shown[-1] in ends else ())
     assert text == final
     assert stream.stop_string == answer.stop_string
     assert stream.push([0]) == stream.finish() == "" or answer.stop_string is None
