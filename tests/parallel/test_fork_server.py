@@ -118,7 +118,6 @@ def test_the_server_is_killed(llm: LLM) -> None:
 
 def test_the_server_is_stopped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers no more: a failed attempt, and the next one is another server's."""
-    monkeypatch.setattr(fork_server, "SILENT_SECONDS", 0.3)
     expected = right_answers(llm)
     worker = executor_of(llm).pid
     server = parent(worker)
