@@ -1,5 +1,7 @@
 #include "cuda/context.h"
 
+#include <dlfcn.h>
+
 #include <new>
 #include <utility>
 
@@ -11,7 +13,8 @@ constexpr int MAX_THREADS = 4096;
 // What needs a little more in each step, as a plan does, would be taken anew in each, and recordings with it.
 int64_t with_room(int64_t bytes) { return bytes + bytes / 2; }
 
-#if defined(__CUDACC__)
+constexpr int kOldest = 8;  // the compute capability whose instructions kernels have
+
 // A thread that only frees has no device of its own yet. CUDA would give it the first, and make a context there of
 // hundreds of megabytes.
 std::atomic<int> last_device{0};
@@ -28,17 +31,53 @@ int count_devices(const char *name) {
   return fail(kTooOld, name, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000);
 }
 
-// The device and a stream of its own; NULL with an error.
+// Whether this process has memory on a device, ours or others': to go to one makes a context there.
+bool is_in_use(int device) {
+#if defined(__CUDACC__)
+  using State = int (*)(int device, unsigned *flags, int *is_active);
+  static const State state = [] {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? (State)dlsym(driver, "cuDevicePrimaryCtxGetState") : nullptr;
+  }();
+  unsigned flags = 0;
+  int is_active = 0;
+  return state && state(device, &flags, &is_active) == 0 && is_active;
+#else
+  return device >= 0;
+#endif
+}
+
+PD_KERNEL(kWarp) nothing_kernel() {}
+
+// Whether kernels are there that the device runs. 0, or fail(...).
+int check_code(int32_t device) {
+  int major = 0, minor = 0;
+  if (launched("pd_context_new", cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) ||
+      launched("pd_context_new", cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)))
+    return -1;
+  if (major < kOldest)
+    return fail("pd_context_new: device %d has compute capability %d.%d; it must be %d.0 or newer", device, major,
+                minor, kOldest);
+  cudaFuncAttributes found;
+  const cudaError_t error = cudaFuncGetAttributes(&found, (const void *)nothing_kernel);
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();
+  constexpr const char *kNone =
+      "pd_context_new: nothing here was built for device %d, of compute capability %d.%d (%s): make cuda does it";
+  return fail(kNone, device, major, minor, cudaGetErrorString(error));
+}
+
+// A stream of its own, and what is to be known of the device; false with an error.
 bool begin(pd_context &c, int32_t device) {
   const int count = count_devices("pd_context_new");
   if (count < 0) return false;
   if (device < 0 || device >= count)
     return fail("pd_context_new: device is %d; it must be 0 to %d", device, count - 1), false;
   c.device = device;
+  const OnDevice on(device);
+  if (check_code(device)) return false;
   cudaStream_t stream = nullptr;
-  cudaError_t error = cudaSetDevice(device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&c.num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaError_t error = cudaDeviceGetAttribute(&c.num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
   int shared_bytes = 0;
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -50,46 +89,49 @@ bool begin(pd_context &c, int32_t device) {
   return true;
 }
 void end(pd_context &c) {
-  ignore(cudaSetDevice(c.device));
+  const OnDevice on(c.device);
   leave_ranks(c);
-  ignore(cudaStreamSynchronize((cudaStream_t)c.stream));  // copies out of the staging, too
+  ignore(cudaStreamSynchronize(stream_of(c)));  // copies out of the staging, too
   ignore(cudaFreeHost(c.staging));
-  launched("pd_context_free", cudaStreamDestroy((cudaStream_t)c.stream));
+  launched("pd_context_free", cudaStreamDestroy(stream_of(c)));
 }
-#else
-constexpr int EMULATED_DEVICES = 2;  // with one memory
-constexpr int64_t SHARED_BYTES[EMULATED_DEVICES] = {emulate::MAX_SHARED_BYTES, 99 << 10};  // of a block; sm_86's
-constexpr int EMULATED_MULTIPROCESSORS = 3;  // blocks of a grid: fewer than rows of a test, and no power of two
-bool begin(pd_context &c, int32_t device) {
-  if (device < 0 || device >= EMULATED_DEVICES)
-    return fail("pd_context_new: device is %d; it must be 0 to %d", device, EMULATED_DEVICES - 1), false;
-  c.device = device, c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = SHARED_BYTES[device];
-  c.stream = &c.work;
-  return true;
-}
-void end(pd_context &c) {
-  leave_ranks(c);
-  c.work.await();
-  free(c.staging);
-}
-#endif
 
 }  // namespace
 
 const Target &target(const pd_context &c) { return c; }
 
-#if defined(__CUDACC__)
-Turn::Turn(pd_context &context, bool)
-    : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {
-  ignore(cudaSetDevice(context.device));
+const char *advice_on(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInitializationError: return "; a fork cannot use the device that its parent uses";
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorLaunchFailure:
+      return "; a kernel before has failed, and nothing more of this process runs on its device: with "
+             "CUDA_LAUNCH_BLOCKING=1 in its environment the kernel itself is named";
+    default: return "";
+  }
 }
-#else
-Turn::Turn(pd_context &context, bool records)
-    : context_(context),
-      taken_(!context.busy.exchange(true, std::memory_order_acquire)),
-      access_(context.device, records && context.is_alone) {}
-void put(pd_context &c, std::function<std::string()> work) { c.work.put(std::move(work)); }
+
+OnDevice::OnDevice(int32_t device) {
+  int now = -1;
+  ignore(cudaGetDevice(&now));
+  if (now == device) return;
+  ignore(cudaSetDevice(device));
+  before_ = now;
+}
+OnDevice::~OnDevice() {
+  if (before_ >= 0 && is_in_use(before_)) ignore(cudaSetDevice(before_));
+}
+
+Turn::Turn(pd_context &context, [[maybe_unused]] bool records)
+    : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)), on_(context.device)
+#if !defined(__CUDACC__)
+      ,
+      access_(records && context.is_alone)
 #endif
+{
+}
 Turn::~Turn() {
   if (taken_) context_.busy.store(false, std::memory_order_release);
 }
@@ -99,8 +141,7 @@ void DeviceMemory::clear() {
   pd_memory_free(data_);
   data_ = nullptr, size_ = 0;
 }
-#if defined(__CUDACC__)
-void any_device() { ignore(cudaSetDevice(last_device)); }
+int32_t any_device() { return last_device; }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   num_grown_++;
@@ -113,52 +154,32 @@ int DeviceMemory::reserve(int64_t bytes) {
   data_ = nullptr, size_ = 0;
   return fail("%lld bytes of a device's memory: %s", (long long)bytes, cudaGetErrorString(error));
 }
-int before_checks(pd_context &) { return 0; }
+int before_checks(pd_context &c) {
+#if defined(__CUDACC__)
+  (void)c;
+  return 0;
+#else
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  ignore(cudaStreamIsCapturing(stream_of(c), &status));
+  return status == cudaStreamCaptureStatusNone ? await(c) : 0;
+#endif
+}
 int await(pd_context &c) {
-  return c.ranks ? await_ranks(c) : launched("await", cudaStreamSynchronize((cudaStream_t)c.stream));
+  return c.ranks ? await_ranks(c) : launched("await", cudaStreamSynchronize(stream_of(c)));
 }
 int is_through(pd_context &c) {
-  const cudaError_t error = cudaStreamQuery((cudaStream_t)c.stream);
+  const cudaError_t error = cudaStreamQuery(stream_of(c));
   if (error != cudaErrorNotReady) return launched("await", error) ? -1 : 1;
   cudaGetLastError();
   return 0;
 }
-#else
-int before_checks(pd_context &c) { return c.work.is_recorded() ? 0 : await(c); }
-int await(pd_context &c) {
-  if (emulate::is_recording()) return fail("await: while a list is recorded");
-  return c.ranks ? await_ranks(c) : is_through(c) < 0 ? -1 : 0;
-}
-int is_through(pd_context &c) {
-  if (c.ranks && !c.work.is_through()) return 0;
-  const std::string problem = c.work.await();
-  return problem.empty() ? 1 : fail("%s", problem.c_str());
-}
-int DeviceMemory::reserve(int64_t bytes) {
-  if (bytes <= size_) return 0;
-  if (emulate::is_recording())
-    return fail("%lld bytes of a device's memory: while a list is recorded", (long long)bytes);
-  num_grown_++;
-  emulate::release(data_);
-  size_ = with_room(bytes);
-  data_ = emulate::allocate(size_);
-  if (!data_) return size_ = 0, fail("%lld bytes of a device's memory: there is no room", (long long)bytes);
-  const emulate::Opened opened;
-  memset(data_, 0xff, size_);  // NaN
-  return 0;
-}
-#endif
 }  // namespace pagedec
 
 using namespace pagedec;
 
 extern "C" {
 int32_t pd_num_devices(void) {
-#if defined(__CUDACC__)
   return count_devices("pd_num_devices");
-#else
-  return EMULATED_DEVICES;
-#endif
 }
 // num_threads: multiprocessors that are used at most; 0: all.
 pd_context *pd_context_new(int32_t device, int32_t num_threads) {
@@ -186,8 +207,14 @@ int32_t pd_num_threads(const pd_context *context) {
   return context ? context->num_multiprocessors : fail("pd_num_threads: context is NULL");
 }
 #if !defined(__CUDACC__)
-// For tests: in which order threads run.
+// For tests: in which order threads run; a device that fails for ever, until it is told otherwise; one of another
+// compute capability than kernels are built for, which is 8; and which is this thread's, from now on if it is one.
 PD_EXPORT void pd_emulate_seed(uint64_t seed) { emulate::set_seed(seed); }
+PD_EXPORT void pd_emulate_lost(int32_t is_lost) { emulate::lose(is_lost); }
+PD_EXPORT void pd_emulate_capability(int32_t major) { emulate::set_capability(major); }
+PD_EXPORT int32_t pd_emulate_device(int32_t device) {
+  return device < 0 ? emulate::device_now() : (emulate::set_device(device), device);
+}
 #endif
 int pd_await(pd_context *context) {
   if (!context) return fail("pd_await: context is NULL");

@@ -5,9 +5,6 @@
 
 #include "cuda/launch.h"
 #include "plan/plan.h"
-#if !defined(__CUDACC__)
-#include "cuda/emulate/stream.h"
-#endif
 
 namespace pagedec {
 
@@ -38,10 +35,7 @@ struct pd_context : pagedec::Target {
   // It grows with what is under way at a time: a context that lives shortly would wait for the system to give it.
   char *staging = nullptr;
   int64_t staging_bytes = 0, staged_begin = 0, staged_end = 0;
-#if !defined(__CUDACC__)
-  pagedec::emulate::Stream work;  // what `stream` leads to
-  bool is_alone = false;  // records lead to the device's memory; before any was asked for, anywhere
-#endif
+  bool is_alone = false;  // an emulated device's records lead to its memory; before any was asked for, anywhere
   std::atomic<bool> busy{false};
   pagedec::Ranks *ranks = nullptr;
   std::vector<pd_recording *> recordings;  // that hold launches in this context
@@ -54,14 +48,11 @@ struct pd_context : pagedec::Target {
 // A copy to the host's memory, and when it is through.
 struct pd_fetch {
   pd_context *context = nullptr;
+  int32_t device = 0;  // the context's, which may end first
   char *memory = nullptr;
   int64_t max_bytes = 0, num_bytes = -1;  // -1: none is under way
   int64_t staged_end = 0;                 // of the context when it began: all before is free when it is through
-#if defined(__CUDACC__)
   cudaEvent_t through = nullptr;
-#else
-  uint64_t through = 0;
-#endif
 };
 
 // A plan, and its words where kernels read them.
@@ -75,10 +66,9 @@ namespace pagedec {
 // Checks a list of kernels, and puts it into the context's stream.
 int carry_out(pd_context &, const pd_op *ops, int64_t num_ops);
 
-void any_device();        // for a thread that frees memory: one that contexts are of
-#if defined(__CUDACC__)
-void await_device();      // until all is through that is in any stream of this thread's device
-#endif
+inline cudaStream_t stream_of(const pd_context &c) { return (cudaStream_t)c.stream; }
+int32_t any_device();     // for a thread that frees memory: one that contexts are of
+int await_device();       // until all is through that is in any stream of this thread's device
 int before_checks(pd_context &);  // which, of an emulated device, look at what records lead to
 int await(pd_context &);  // until all is through that is in its stream
 int is_through(pd_context &);     // 1: all is, 0: not yet, -1: fail(...)

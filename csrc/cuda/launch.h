@@ -4,10 +4,8 @@
 #include "common/check.h"
 #include "cuda/device.h"
 #if !defined(__CUDACC__)
-#include <functional>
-#include <string>
-
 #include "cuda/emulate/memory.h"
+#include "cuda/emulate/runtime.h"
 #endif
 
 namespace pagedec {
@@ -19,6 +17,18 @@ struct Target {
   void *stream = nullptr;
 };
 const Target &target(const pd_context &);
+
+// This thread's device, for as long as this object lives. It is then again the one that it was, which whoever calls us
+// may count on.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device);
+  ~OnDevice();
+  OnDevice(const OnDevice &) = delete;
+
+ private:
+  int before_ = -1;  // there is nothing to go back to
+};
 
 // The right to put kernels into a context, for as long as this object lives: one thread has it at a time. Its device is
 // then this thread's. `records`: the thread will look at some.
@@ -32,6 +42,7 @@ class Turn {
  private:
   pd_context &context_;
   const bool taken_;
+  const OnDevice on_;
 #if !defined(__CUDACC__)
   const emulate::Access access_;
 #endif
@@ -75,18 +86,19 @@ struct Grid {
   int64_t shared_bytes;
 };
 
-#if defined(__CUDACC__)
+// What is to be said of an error besides.
+const char *advice_on(cudaError_t);
 // An error that is told is forgotten: else the next launch would find it and take it for its own.
 inline int launched(const char *name, cudaError_t error) {
   if (error == cudaSuccess) return 0;
   cudaGetLastError();
-  const char *more = error == cudaErrorInitializationError ? "; a fork cannot use the device that its parent uses" : "";
-  return fail("%s: %s%s", name, cudaGetErrorString(error), more);
+  return fail("%s: %s%s", name, cudaGetErrorString(error), advice_on(error));
 }
 // And of a call whose failure changes nothing for who makes it.
 inline void ignore(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
 }
+#if defined(__CUDACC__)
 // One kernel, put into the context's stream.
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
@@ -102,19 +114,18 @@ int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A..
 }
 inline int num_blocks(const pd_context &c, const Grid &grid) { return target(c).num_multiprocessors * grid.blocks; }
 #else
-void put(pd_context &, std::function<std::string()> work);  // into its stream
 inline int num_blocks(const pd_context &c, const Grid &) { return target(c).num_multiprocessors; }
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
-  // As cudaFuncSetAttribute says it.
-  if (grid.shared_bytes > target(c).max_shared_bytes) return fail("%s: invalid argument", name);
-  const auto run = [=, blocks = num_blocks(c, grid)] {
+  const Target &on = target(c);
+  if (grid.shared_bytes > on.max_shared_bytes) return launched(name, cudaErrorInvalidValue);
+  if (emulate::device_now() != on.device) return launched(name, cudaErrorInvalidResourceHandle);
+  emulate::put((cudaStream_t)on.stream, [=, blocks = num_blocks(c, grid)] {
     const std::string problem =
         emulate::run(blocks, grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
     return problem.empty() ? problem : std::string(name) + ": " + problem;
-  };
-  put(c, run);
-  return 0;
+  });
+  return launched(name, cudaGetLastError());
 }
 #endif
 

@@ -9,51 +9,33 @@
 namespace pagedec {
 namespace {
 
-// Memory of the host that stays where it is, and a copy that the stream carries out when it comes to it: from and to
-// such memory, while the host goes on. NULL: there is none, and copies are slower.
+// Memory of the host that stays where it is: a copy from there or to it is carried out when the stream comes to it,
+// while the host goes on. NULL: there is none, and copies are slower.
 #if defined(__CUDACC__)
 constexpr int64_t kStagingLeast = 1 << 20;  // which takes the system a thirtieth of what the most does
 constexpr int64_t kStagingMost = 32 << 20;  // of several steps: a plan of long sequences has megabytes
+#else
+constexpr int64_t kStagingLeast = 64 << 10, kStagingMost = 4 << 20;  // which tests fill
+#endif
 char *new_staging(int64_t num_bytes) {
-  char *staging = nullptr;
-  return launched("cudaMallocHost", cudaMallocHost((void **)&staging, num_bytes)) ? nullptr : staging;
+  void *staging = nullptr;
+  return launched("cudaMallocHost", cudaMallocHost(&staging, num_bytes)) ? nullptr : (char *)staging;
 }
 void free_staging(char *staging) { ignore(cudaFreeHost(staging)); }
 int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, cudaMemcpyKind way) {
-  return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, (cudaStream_t)c.stream));
+  return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, stream_of(c)));
 }
-#else
-constexpr int64_t kStagingLeast = 64 << 10, kStagingMost = 4 << 20;  // which tests fill
-enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-char *new_staging(int64_t num_bytes) { return (char *)malloc(num_bytes); }
-void free_staging(char *staging) { free(staging); }
-int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, int) {
-  if (emulate::is_recording()) return fail("%s: while a list is recorded", name);
-  c.work.put([=] { return memcpy(to, from, num_bytes), std::string(); });
-  return 0;
-}
-#endif
 
 // Marks of what has been put into a context's stream so far.
-#if defined(__CUDACC__)
 int new_event(pd_fetch &fetch) {
   return launched("pd_fetch_new", cudaEventCreateWithFlags(&fetch.through, cudaEventDisableTiming));
 }
-void free_event(pd_fetch &fetch) { ignore(cudaEventDestroy(fetch.through)); }
 int mark(pd_context &c, pd_fetch &fetch) {
-  return launched("pd_fetch_begin", cudaEventRecord(fetch.through, (cudaStream_t)c.stream));
+  return launched("pd_fetch_begin", cudaEventRecord(fetch.through, stream_of(c)));
 }
 int await_mark(pd_context &c, pd_fetch &fetch) {
   return c.ranks ? await_ranks(c, &fetch) : launched("pd_fetch_end", cudaEventSynchronize(fetch.through));
 }
-#else
-int new_event(pd_fetch &) { return 0; }
-void free_event(pd_fetch &) {}
-int mark(pd_context &c, pd_fetch &fetch) { return fetch.through = c.work.mark(), 0; }
-int await_mark(pd_context &c, pd_fetch &fetch) {
-  return c.ranks ? await_ranks(c, &fetch) : is_through(c, fetch) < 0 ? -1 : 0;
-}
-#endif
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // Where the next so many bytes begin in the ring: in one piece.
@@ -96,20 +78,12 @@ int waits_in_driver(pd_context &c) { return c.ranks ? await(c) : 0; }
 
 }  // namespace
 
-#if defined(__CUDACC__)
 int is_through(pd_context &, pd_fetch &fetch) {
   const cudaError_t error = cudaEventQuery(fetch.through);
   if (error != cudaErrorNotReady) return launched("pd_fetch_end", error) ? -1 : 1;
   cudaGetLastError();
   return 0;
 }
-#else
-int is_through(pd_context &c, pd_fetch &fetch) {
-  if (c.ranks && !c.work.is_through(fetch.through)) return 0;
-  const std::string problem = c.work.await(fetch.through);
-  return problem.empty() ? 1 : fail("%s", problem.c_str());
-}
-#endif
 
 int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);
@@ -164,31 +138,23 @@ void *pd_memory_new(pd_context *context, int64_t num_bytes) {
   if (check_memory("pd_memory_new", context, num_bytes)) return nullptr;
   const Turn turn(*context);
   if (!turn) return fail("pd_memory_new: another thread works in this context"), nullptr;
-#if defined(__CUDACC__)
+  context->is_alone = true;
   void *memory = nullptr;
-  const cudaStream_t stream = (cudaStream_t)context->stream;
   cudaError_t error = cudaMalloc(&memory, num_bytes ? num_bytes : 1);
-  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, num_bytes, stream);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);  // other contexts may write there first
-  if (error == cudaSuccess) return memory;
+  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, num_bytes, stream_of(*context));
+  if (error == cudaSuccess) {
+    if (!await(*context)) return memory;  // other contexts may write there first
+    ignore(cudaFree(memory));
+    return nullptr;
+  }
   cudaGetLastError();
   ignore(cudaFree(memory));
   return fail("pd_memory_new: num_bytes is %lld: %s", (long long)num_bytes, cudaGetErrorString(error)), nullptr;
-#else
-  context->is_alone = true;
-  void *memory = emulate::allocate(num_bytes);
-  if (!memory) fail("pd_memory_new: num_bytes is %lld, which the system does not give", (long long)num_bytes);
-  return memory;
-#endif
 }
 void pd_memory_free(void *memory) {
-#if defined(__CUDACC__)
   if (!memory) return;
-  any_device();
+  const OnDevice on(any_device());
   launched("pd_memory_free", cudaFree(memory));
-#else
-  emulate::release(memory);
-#endif
 }
 int pd_memory_write(pd_context *context, void *to, const void *from, int64_t num_bytes) {
   if (check_copy("pd_memory_write", context, to, from, num_bytes)) return -1;
@@ -208,7 +174,7 @@ pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
   if (!turn) return fail("pd_fetch_new: another thread works in this context"), nullptr;
   pd_fetch *fetch = new (std::nothrow) pd_fetch;
   if (!fetch) return fail("pd_fetch_new: out of memory"), nullptr;
-  fetch->context = context, fetch->max_bytes = max_bytes;
+  fetch->context = context, fetch->device = context->device, fetch->max_bytes = max_bytes;
   fetch->memory = new_staging(max_bytes ? max_bytes : 1);
   if (fetch->memory && !new_event(*fetch)) return fetch;
   if (!fetch->memory) fail("pd_fetch_new: max_bytes is %lld, which the system does not give", (long long)max_bytes);
@@ -218,11 +184,9 @@ pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
 }
 void pd_fetch_free(pd_fetch *fetch) {
   if (!fetch) return;
-#if defined(__CUDACC__)
-  ignore(cudaSetDevice(fetch->context->device));  // a thread that only frees has none yet
-#endif
-  free_event(*fetch);
-  free_staging(fetch->memory);
+  const OnDevice on(fetch->device);  // a thread that only frees has none yet
+  free_staging(fetch->memory);       // when the copy that is under way has ended
+  ignore(cudaEventDestroy(fetch->through));
   delete fetch;
 }
 int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
@@ -253,12 +217,7 @@ int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_byte
   if (check_copy("pd_memory_fill", context, to, to, num_bytes)) return -1;
   const Turn turn(*context);
   if (!turn) return fail("pd_memory_fill: another thread works in this context");
-#if defined(__CUDACC__)
-  return launched("pd_memory_fill", cudaMemsetAsync(to, byte, num_bytes, (cudaStream_t)context->stream));
-#else
-  if (num_bytes) context->work.put([=] { return memset(to, byte, num_bytes), std::string(); });
-  return 0;
-#endif
+  return launched("pd_memory_fill", cudaMemsetAsync(to, byte, num_bytes, stream_of(*context)));
 }
 #if !defined(__CUDACC__)
 // For tests: how much of the host's memory copies go through.
@@ -266,8 +225,7 @@ PD_EXPORT int64_t pd_emulate_staging_bytes(const pd_context *context) { return c
 #endif
 int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
   if (check_copy("pd_memory_map", context, from, from, num_bytes)) return -1;
-#if defined(__CUDACC__)
-  const Turn turn(*context);
+  const OnDevice on(context->device);
   if (launched("pd_memory_map", cudaHostRegister(from, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped)))
     return -1;
   void *seen = nullptr;
@@ -276,30 +234,19 @@ int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
   ignore(cudaHostUnregister(from));
   if (launched("pd_memory_map", error)) return -1;
   return fail("pd_memory_map: the device sees memory of the host at another address");
-#else
-  return emulate::map(from, num_bytes) ? 0 : fail("pd_memory_map: it is mapped already");
-#endif
 }
 int pd_memory_unmap(void *from) {
-#if defined(__CUDACC__)
-  any_device();
+  const OnDevice on(any_device());
   await_device();  // a kernel may be under way that reaches it
   return launched("pd_memory_unmap", cudaHostUnregister(from));
-#else
-  return emulate::unmap(from) ? 0 : fail("pd_memory_unmap: it is not mapped");
-#endif
 }
 int pd_memory_room(pd_context *context, int64_t *num_free, int64_t *num_all) {
   if (!context) return fail("pd_memory_room: context is NULL");
   if (!num_free || !num_all) return fail("pd_memory_room: num_free or num_all is NULL; they must point to numbers");
-#if defined(__CUDACC__)
-  const Turn turn(*context);
+  const OnDevice on(context->device);
   size_t free = 0, all = 0;
   if (launched("pd_memory_room", cudaMemGetInfo(&free, &all))) return -1;
-  *num_free = (int64_t)free, *num_all = (int64_t)all;
-#else
-  *num_free = *num_all = -1;
-#endif
+  *num_free = all ? (int64_t)free : -1, *num_all = all ? (int64_t)all : -1;
   return 0;
 }
 }

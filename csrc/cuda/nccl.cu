@@ -11,6 +11,9 @@
 
 #include "common/patience.h"
 #include "cuda/context.h"
+#if !defined(__CUDACC__)
+#include "cuda/emulate/stream.h"
+#endif
 
 namespace pagedec {
 
@@ -208,7 +211,7 @@ int pd_nccl_join(pd_context *context, const void *id, int32_t rank, int32_t worl
   }
   context->ranks = ranks;
 #if !defined(__CUDACC__)
-  context->work.go_on();  // others wait for what it exchanges, whatever this host does
+  stream_of(*context)->go_on();  // others wait for what it exchanges, whatever this host does
 #endif
   return 0;
 }

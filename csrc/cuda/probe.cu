@@ -1,6 +1,5 @@
 // What this device allows: bytes read and products made a second, by every multiprocessor at a time.
 #include <algorithm>
-#include <chrono>
 
 #include "cuda/context.h"
 #include "cuda/matrix.h"
@@ -53,25 +52,19 @@ PD_KERNEL(kThreads) dot_kernel(int rounds, float *out) {
 // Seconds that something in the context's stream takes; below 0: fail(...).
 template <class Put>
 double seconds_of(pd_context &c, const Put &put) {
-#if defined(__CUDACC__)
   cudaEvent_t begin = nullptr, end = nullptr;
   float milliseconds = -1.0f;
   cudaError_t error = cudaEventCreate(&begin);
   if (error == cudaSuccess) error = cudaEventCreate(&end);
-  if (error == cudaSuccess) error = cudaEventRecord(begin, (cudaStream_t)c.stream);
+  if (error == cudaSuccess) error = cudaEventRecord(begin, stream_of(c));
   const bool is_put = error == cudaSuccess && put() == 0;
-  if (is_put) error = cudaEventRecord(end, (cudaStream_t)c.stream);
+  if (is_put) error = cudaEventRecord(end, stream_of(c));
   if (is_put && error == cudaSuccess) error = cudaEventSynchronize(end);
   if (is_put && error == cudaSuccess) error = cudaEventElapsedTime(&milliseconds, begin, end);
   if (launched("probe", error)) milliseconds = -1.0f;
   if (begin) ignore(cudaEventDestroy(begin));
   if (end) ignore(cudaEventDestroy(end));
   return milliseconds < 0.0f ? -1.0 : std::max(1e-3 * milliseconds, 1e-9);
-#else
-  const auto begin = std::chrono::steady_clock::now();
-  if (put() || await(c)) return -1.0;
-  return std::max(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), 1e-9);
-#endif
 }
 
 }  // namespace

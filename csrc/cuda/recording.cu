@@ -23,16 +23,11 @@ struct pd_recording {
   const bool has_exchanges;
   pd_context *context = nullptr;  // NULL: it holds nothing
   pagedec::Places places;         // that launches were told of
-#if defined(__CUDACC__)
   cudaGraphExec_t graph = nullptr;
   void clear() {  // one that is under way ends behind this
     if (graph) pagedec::ignore(cudaGraphExecDestroy(graph));
     graph = nullptr, context = nullptr;
   }
-#else
-  std::vector<pagedec::emulate::Stream::Work> launches;
-  void clear() { launches.clear(), context = nullptr; }
-#endif
 };
 
 namespace pagedec {
@@ -54,15 +49,13 @@ void end_recording(pd_recording &r) {
 }  // namespace
 
 void end_recordings(pd_context &c) {
-#if defined(__CUDACC__)
-  const cudaStream_t stream = (cudaStream_t)c.stream;
+  const cudaStream_t stream = stream_of(c);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph = nullptr;  // what is being recorded holds on to exchanges, too
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone)
     ignore(cudaStreamEndCapture(stream, &graph));
   if (graph) ignore(cudaGraphDestroy(graph));
   cudaGetLastError();
-#endif
   const std::lock_guard lock(belonging);
   for (pd_recording *recording : c.recordings) recording->clear();
   c.recordings.clear();
@@ -107,15 +100,16 @@ int prepare(pd_context &c, const pd_program &p) {
   return 0;
 }
 
-#if defined(__CUDACC__)
 // A device must not be waited for while a stream of it is captured, whichever threads they are of: that would end what
 // is being recorded. Those that record do not wait for each other, since ranks of a process do it together.
 std::shared_mutex captures;
+std::atomic<int64_t> num_recorded{0};
 
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
-  const cudaStream_t stream = (cudaStream_t)c.stream;
+  const cudaStream_t stream = stream_of(c);
   const std::shared_lock lock(captures);
   if (launched("pd_run_program", cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal))) return -1;
+  num_recorded++;
   const int failed = carry_out(c, p.ops, p.num_ops);
   cudaGraph_t graph = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(stream, &graph);  // also of what has failed
@@ -126,32 +120,15 @@ int record(pd_context &c, const pd_program &p, pd_recording &r) {
   return status;
 }
 int repeat(pd_context &c, const pd_recording &r) {
-  return launched("pd_run_program", cudaGraphLaunch(r.graph, (cudaStream_t)c.stream));
+  return launched("pd_run_program", cudaGraphLaunch(r.graph, stream_of(c)));
 }
-#else
-std::atomic<int64_t> num_recorded{0};
-int record(pd_context &c, const pd_program &p, pd_recording &r) {
-  const emulate::Recording now;
-  num_recorded++;
-  c.work.record(&r.launches);
-  const int failed = carry_out(c, p.ops, p.num_ops);
-  c.work.record(nullptr);
-  return failed;
-}
-int repeat(pd_context &c, const pd_recording &r) {
-  for (const auto &launch : r.launches) c.work.put(launch);
-  return 0;
-}
-#endif
 
 }  // namespace
 
-#if defined(__CUDACC__)
-void await_device() {
+int await_device() {
   const std::lock_guard lock(captures);
-  ignore(cudaDeviceSynchronize());
+  return launched("await", cudaDeviceSynchronize());
 }
-#endif
 }  // namespace pagedec
 
 using namespace pagedec;

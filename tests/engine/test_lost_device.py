@@ -80,5 +80,6 @@ def test_an_engine_with_a_thread_has_failed(tiny_path: Path) -> None:
         asyncio.run(ask())
     with pytest.raises(DeviceLost, match=TOLD):
         asyncio.run(llm.check_health())
-    assert llm.loop.closed
+    assert llm.loop.closed and llm.loop._thread is not None
+    llm.loop._thread.join()
     llm.close()

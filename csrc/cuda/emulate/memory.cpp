@@ -11,7 +11,7 @@ namespace pagedec::emulate {
 namespace {
 
 constexpr int64_t PAGE = 4096, ALIGNMENT = 64;
-thread_local int device_now = 0;  // as after cudaSetDevice
+thread_local int own_device = 0;
 
 struct Piece {
   const char *end;   // of what was asked for
@@ -29,16 +29,17 @@ class Device {
     if (pages == MAP_FAILED) return nullptr;
     const std::lock_guard lock(mutex_);
     char *begin = (char *)pages + size - (used == 0 ? ALIGNMENT : used);
-    const Piece &piece = pieces_[begin] = {begin + num_bytes, (char *)pages, device_now, size};
+    const Piece &piece = pieces_[begin] = {begin + num_bytes, (char *)pages, own_device, size};
     if (num_open_) protect(piece, true);
     return begin;
   }
-  void release(void *begin) {
+  bool release(void *begin) {
     const std::lock_guard lock(mutex_);
     const auto found = pieces_.find((char *)begin);
-    if (found == pieces_.end() || !found->second.pages) return;
+    if (found == pieces_.end() || !found->second.pages) return false;
     munmap(found->second.pages, found->second.num_bytes + PAGE);
     pieces_.erase(found);
+    return true;
   }
   bool map(const char *from, int64_t num_bytes) {
     const std::lock_guard lock(mutex_);
@@ -56,7 +57,7 @@ class Device {
     const auto next = pieces_.upper_bound(p);
     if (next == pieces_.begin()) return false;
     const Piece &piece = std::prev(next)->second;
-    return p <= piece.end && (!piece.pages || piece.device == device_now);
+    return p <= piece.end && (!piece.pages || piece.device == own_device);
   }
   void open() {
     const std::lock_guard lock(mutex_);
@@ -83,15 +84,15 @@ Device &device() {
   static Device &one = *new Device;
   return one;
 }
-thread_local bool is_alone_now = false, is_recording_now = false;
+thread_local bool is_alone_now = false;
 
 }  // namespace
 
 void *allocate(int64_t num_bytes) { return device().allocate(num_bytes); }
-void release(void *begin) {
-  if (!begin) return;
+bool release(void *begin) {
+  if (!begin) return true;
   await_all();
-  device().release(begin);
+  return device().release(begin);
 }
 bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
 bool unmap(const void *from) {
@@ -100,11 +101,10 @@ bool unmap(const void *from) {
 }
 Opened::Opened() { device().open(); }
 Opened::~Opened() { device().close(); }
-Access::Access(int device, bool is_alone) { device_now = device, is_alone_now = is_alone; }
+Access::Access(bool is_alone) { is_alone_now = is_alone; }
 Access::~Access() { is_alone_now = false; }
-Recording::Recording() { is_recording_now = true; }
-Recording::~Recording() { is_recording_now = false; }
-bool is_recording() { return is_recording_now; }
+int device_now() { return own_device; }
+void set_device(int device) { own_device = device; }
 bool may_reach(const void *p) { return !is_alone_now || device().holds((const char *)p); }
 
 }  // namespace pagedec::emulate

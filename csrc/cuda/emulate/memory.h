@@ -6,9 +6,9 @@
 
 namespace pagedec::emulate {
 
-// Zeros; NULL: the system gives none. Given back, and unmapped, is what no stream needs any more.
+// NULL: the system gives none. Given back, and unmapped, is what no stream needs any more. False: it is nobody's.
 void *allocate(int64_t num_bytes);
-void release(void *);
+bool release(void *);
 // Memory of the host that kernels may reach, too. False: it is mapped, or not mapped, already.
 bool map(const void *from, int64_t num_bytes);
 bool unmap(const void *from);
@@ -20,11 +20,10 @@ class Opened {
   ~Opened();
   Opened(const Opened &) = delete;
 };
-// The same for a thread that works on a device, whose the memory is that it takes; `is_alone`: records that it looks at
-// may lead nowhere else.
+// The same for a thread that works in a context; `is_alone`: records that it looks at may lead nowhere else.
 class Access {
  public:
-  Access(int device, bool is_alone);
+  explicit Access(bool is_alone);
   ~Access();
   Access(const Access &) = delete;
 
@@ -32,14 +31,9 @@ class Access {
   const Opened opened_;
 };
 
-// This thread records a list, as long as it lives: nobody may then wait, copy, or take memory.
-class Recording {
- public:
-  Recording();
-  ~Recording();
-  Recording(const Recording &) = delete;
-};
-bool is_recording();
+// This thread's device, whose the memory is that it takes.
+int device_now();
+void set_device(int);
 
 // Whether a record that this thread looks at may lead there.
 bool may_reach(const void *);

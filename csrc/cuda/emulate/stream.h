@@ -17,7 +17,7 @@ class Stream {
   using Work = std::function<std::string()>;  // empty, or what went wrong
 
   Stream();
-  ~Stream();
+  virtual ~Stream();
   Stream(const Stream &) = delete;
   virtual void put(Work);  // this and what else is virtual other libraries reach by the stream alone
   // What is put goes into this list instead, which is repeated later; NULL: no more.
@@ -33,6 +33,7 @@ class Stream {
   virtual bool is_through(uint64_t mark = UINT64_MAX);
   // From now on nobody need wait: what is put is carried out a moment later, at the latest.
   void go_on();
+  int device = 0;
 
  private:
   friend void await_all();
