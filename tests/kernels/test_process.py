@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from pagedec.kernels.library import Context, Library, available_isas, load
+from pagedec.core.logits_rules import LogitsRules
+from pagedec.kernels.arena import zeros
+from pagedec.kernels.library import Context, KernelError, Library, available_isas, load
+from pagedec.kernels.native import NativeBackend
+from tests.forked import forked
 from tests.kernels import calls
+from tests.kernels.processing_cases import simple_case
 from tests.kernels.test_gemm import Linear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,30 +32,22 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-FORK = """
-import os, signal, sys, threading, torch
-from pagedec.kernels.library import load
-from tests.kernels.calls import normal
-from tests.kernels.test_gemm import Linear
-context = load(sys.argv[1]).context(2)
-linear, x = Linear.pack(context, normal(96, 64, seed=1)), normal(50, 64, seed=2)
-expected = linear(x)
-child = os.fork()
-if not child:
-    signal.alarm(60)
-    print(context.num_threads, torch.equal(linear(x), expected))
-    other = threading.Thread(target=lambda: print(context.num_threads, torch.equal(linear(x), expected)))
-    other.start()
-    other.join()
-    sys.stdout.flush()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0, "the child did not end"
-print(context.num_threads, torch.equal(linear(x), expected))
-"""
-
-
 def test_a_forked_child_computes_alone_and_its_threads_together(libraries: list[Library]) -> None:
-    assert run(FORK, load().isa).split() == ["1", "True", "2", "True", "2", "True"]
+    context = load().context(2)
+    linear, x = Linear.pack(context, calls.normal(96, 64, seed=1)), calls.normal(50, 64, seed=2)
+    expected = linear(x)
+
+    def look() -> None:
+        print(context.num_threads, torch.equal(linear(x), expected))
+
+    def look_twice() -> None:
+        look()
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+
+    assert forked(look_twice, 60) == (0, "1 True\n2 True\n")
+    assert context.num_threads == 2 and torch.equal(linear(x), expected)
 
 
 # A seccomp filter by hand: arch_prctl(ARCH_REQ_XCOMP_PERM, ...) gives EPERM, all else is allowed.
@@ -76,32 +75,30 @@ def test_without_leave_to_use_the_matrix_unit_the_next_best_is_used() -> None:
     assert fact == "not usable: the system does not grant this process the registers it needs"
 
 
-STARVED = """
-import resource, sys, torch
-from pagedec.core.logits_rules import LogitsRules
-from pagedec.kernels.library import KernelError, load
-from pagedec.kernels.arena import zeros
-from pagedec.kernels.native import NativeBackend
-from tests.kernels.processing_cases import simple_case
-backend, vocab = NativeBackend(load(sys.argv[1]), torch.float32, num_threads=2), 200_000_000
-logits = zeros((2, vocab), torch.float32)
-case = simple_case([[3, 4], [4, 5]], logits, LogitsRules(presence_penalty=1.0))
-soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-used = 4096 * int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), hard))  # the kernel's table of tokens would need 1.6 GB
-try:
-    backend.process_logits(logits, 0, case.forward, case.cache(), case.known(backend))
-except KernelError as error:
-    print(error)
-resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-case = simple_case([[3, 4], [4, 5]], torch.zeros(2, 9), LogitsRules(presence_penalty=1.0))
-backend.process_logits(case.logits, 0, case.forward, case.cache(), case.known(backend))
-print(case.logits.sum().item())
-"""
+def starve() -> None:
+    backend, vocab = NativeBackend(load(), torch.float32, num_threads=2), 200_000_000
+    logits = zeros((2, vocab), torch.float32)
+    case = simple_case([[3, 4], [4, 5]], logits, LogitsRules(presence_penalty=1.0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), hard))  # the kernel's table of tokens would need 1.6 GB
+    try:
+        backend.process_logits(logits, 0, case.forward, case.cache(), case.known(backend))
+    except KernelError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    case = simple_case([[3, 4], [4, 5]], torch.zeros(2, 9), LogitsRules(presence_penalty=1.0))
+    backend.process_logits(case.logits, 0, case.forward, case.cache(), case.known(backend))
+    print(case.logits.sum().item())
 
 
 def test_a_kernel_without_memory_fails_and_the_process_lives(libraries: list[Library]) -> None:
-    assert run(STARVED, load().isa).splitlines() == ["pd_run: no memory for ops[0], of kind 12", "-4.0"]
+    def in_a_thread() -> None:  # which has others beside it, as a forked process's first one has not
+        thread = threading.Thread(target=starve)
+        thread.start()
+        thread.join()
+
+    assert forked(in_a_thread) == (0, "pd_run: no memory for ops[0], of kind 12\n-4.0\n")
 
 
 def test_a_threads_rounding_mode_does_not_reach_its_rows(context: Context) -> None:
