@@ -78,10 +78,10 @@ def test_noise_has_the_same_bits_on_every_instruction_set(contexts: list[Context
 
 @pytest.mark.same_bits
 def test_noise_is_gumbel_distributed(context: Context) -> None:
-    noise = context.gumbel(3, 0, 0, 0, 400000)
+    noise = context.gumbel(3, 0, 0, 0, 100000)
     stats = pytest.importorskip("scipy.stats")
     assert stats.kstest(noise, stats.gumbel_r.cdf).pvalue > LEAST_P
-    assert noise.max() < 17.4
+    assert noise.max() < 16.1
 
 
 # ---- draws are the argmax of log p + G
@@ -226,9 +226,9 @@ def test_same_key_same_token_whatever_the_logits_of_others(context: Context) -> 
 # ---- what a draw may not depend on
 
 
-def mixed_draws(num_rows: int, seed: int) -> np.ndarray:
+def mixed_draws(num_rows: int, seed: int, each: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
-    draws = np.concatenate([calls.draws(4, **parameters) for parameters in (*PARAMETERS, {"temperature": 0.0})])
+    draws = np.concatenate([calls.draws(each, **parameters) for parameters in (*PARAMETERS, {"temperature": 0.0})])
     draws["row"] = np.sort(generator.integers(0, num_rows, len(draws)))
     draws["stream"] = generator.integers(0, 2**63, len(draws))
     draws["position"] = generator.integers(0, 2**31 - 1, len(draws))
@@ -237,7 +237,7 @@ def mixed_draws(num_rows: int, seed: int) -> np.ndarray:
 
 @pytest.mark.sampled(4)
 def test_order_neighbours_and_threads_do_not_matter(context: Context) -> None:
-    x, draws = logits(1500, 6, rows=5), mixed_draws(5, 7)
+    x, draws = logits(1500, 6, rows=5), mixed_draws(5, 7, calls.either(context, 4, 1))
     alone = np.concatenate([calls.sample(context, x, draw.reshape(1)) for draw in draws])
     order = np.random.default_rng(8).permutation(len(draws))
     for num_threads in (1, 2, 3):
@@ -294,8 +294,9 @@ def test_infinite_logits_share_the_draw(context: Context) -> None:
 @pytest.mark.same_bits
 @pytest.mark.parametrize("parameters", [{"top_p": 0.0999}, {"top_p": 0.45}, {"top_k": 3}, {"top_k": 1500}], ids=str)
 def test_exactly_the_lowest_ids_of_equals_are_kept(context: Context, parameters: dict[str, Any]) -> None:
-    """The last token kept is drawn (missed with probability exp(-20 or less)), the one behind it never."""
-    x, n = np.zeros((1, calls.either(context, 4000, 40)), np.float32), calls.either(context, 40000, 250)
+    """The last token kept is drawn (missed with probability exp(-10 or less), of few tokens exp(-4)), the one behind it
+    never."""
+    x, n = np.zeros((1, calls.either(context, 2000, 40)), np.float32), calls.either(context, 20000, 150)
     draws = calls.draws(n, position=np.arange(n), **parameters)
     num_kept = int(np.isfinite(reference.log_probabilities(x[0], draws[0])).sum())
     assert calls.sample(context, x, draws).max() == num_kept - 1

@@ -147,7 +147,7 @@ def test_mistake_deterministic_drafts_scored_with_q(contexts: list[Context]) -> 
 
 def test_mistake_one_number_for_all_acceptances() -> None:
     """A generator that is seeded anew before each acceptance gives the same number: ours are named by positions."""
-    draws = draws_of(20000, seed=5)
+    draws = draws_of(5000, seed=5)
     draws["position"] = np.arange(len(draws))
     numbers = np.array([reference.uniform(draw) for draw in draws])
     stats = pytest.importorskip("scipy.stats")  # not there where gpu_check.sh runs
@@ -178,13 +178,13 @@ def test_mistake_one_key_for_draft_and_replacement(contexts: list[Context]) -> N
     for stream in (0, 1 << 63):
         drafts = draws.copy()
         drafts["stream"] = stream
-        drafted = sample(y, drafts)
+        drafted = calls.sample(contexts[-1], y, drafts)
         tokens = verify(contexts[-1], x, draws, y, drafts, drafted)
         found.append(chi_square_p(np.bincount(tokens, minlength=4), p))
     assert found[0] < LEAST_P < found[1]
 
 
-def test_mistake_nothing_left_of_equal_distributions(context: Context) -> None:
+def test_mistake_nothing_left_of_equal_distributions(context: Context, cpu: Context) -> None:
     """0 / 0: where p is q all is accepted, token 0 too, and no NaN is drawn from."""
     p = np.array([0.25, 0.75])
     assert reference.residual(p, p) is None and reference.acceptance(p, p, 0) == 1.0
@@ -195,7 +195,7 @@ def test_mistake_nothing_left_of_equal_distributions(context: Context) -> None:
         draws["position"] = np.arange(n)
         drafts = draws.copy()
         drafts["stream"] = 1 << 63
-        drafted = sample(x, drafts)
+        drafted = calls.sample(cpu, x, drafts)
         assert np.array_equal(verify(context, x, draws, x, drafts, drafted), drafted)
 
 
@@ -211,10 +211,10 @@ def verify(
     return out
 
 
-def cases(sizes: tuple[int, int], n: int) -> Iterator[tuple[Table, Table, Table, Table, Table]]:
-    """Arguments of `verify`: so many drafts for each two samplers."""
+def cases(sizes: tuple[int, int], n: int, step: int = 1) -> Iterator[tuple[Table, Table, Table, Table, Table]]:
+    """Arguments of `verify`: so many drafts for each two samplers, or for those of each step."""
     rng = np.random.default_rng(sizes[0])
-    for own, other in itertools.product(SAMPLERS, SAMPLERS):
+    for own, other in [*itertools.product(SAMPLERS, SAMPLERS)][::step]:
         x = rng.normal(0, 2, (n, sizes[0])).astype(np.float32)
         y = rng.normal(0, 2, (n, sizes[1])).astype(np.float32)
         shared = min(sizes)
@@ -235,7 +235,7 @@ SIZES = [(7, 7), (130, 130), (3000, 2900), (64, 300)]
 def test_kernels_do_as_the_reference_says(contexts: list[Context], sizes: tuple[int, int]) -> None:
     """The same tokens on every instruction set and any threads; and the reference's, but where a number stands within
     rounding of a limit."""
-    n, equal, total = 40, 0, 0
+    n, equal, total = 20, 0, 0
     for case in cases(sizes, n):
         first, *others = [verify(context, *case) for context in contexts]
         assert all(np.array_equal(first, other) for other in others)
@@ -249,9 +249,9 @@ def test_kernels_do_as_the_reference_says(contexts: list[Context], sizes: tuple[
 @pytest.mark.same_bits
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_library_does_as_the_reference_says(context: Context, sizes: tuple[int, int]) -> None:
-    """The emulated device, too, for which 40 drafts would take long."""
+    """The emulated device, too, for which 20 drafts would take long: each sampler in both roles."""
     different = 0
-    for case in cases(sizes, 2):
+    for case in cases(sizes, 2, calls.either(context, 1, 5)):
         first = verify(context, *case)
         assert np.array_equal(first, verify(context, *case, threads=5))
         different += int((first != reference.verify(*case)).sum())
@@ -267,7 +267,7 @@ def test_kernels_answer_the_targets_distribution(contexts: list[Context], own: d
     draws["position"] = np.arange(n)
     drafts = draws.copy()
     drafts["stream"] = 1 << 63
-    drafted = sample(y, drafts)
+    drafted = calls.sample(contexts[-1], y, drafts)
     tokens = verify(contexts[-1], x, draws, y, drafts, drafted)
     p = reference.distribution(x[0], draws[0], 40)
     q = reference.distribution(y[0], drafts[0], 40)
