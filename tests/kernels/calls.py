@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from tests.kernels.cache_layouts import kind_of, laid_out
 CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 ALWAYS_VNNI = ("avx512bf16", "amx", "amx_emulated")
 DTYPES = [torch.float32, torch.bfloat16]
+T = TypeVar("T")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -94,8 +95,8 @@ def without_vnni(context: Context) -> Context:
     return without
 
 
-def either(context: Context, n: int, on_emulated_device: int) -> int:
-    """n; on the emulated device, where rows take milliseconds, another number."""
+def either(context: Context, n: T, on_emulated_device: T) -> T:
+    """n; on the emulated device, where rows take milliseconds, another number, or others."""
     return on_emulated_device if context.library.isa == EMULATED_DEVICE else n
 
 

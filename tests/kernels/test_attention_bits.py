@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context
+from pagedec.kernels.library import EMULATED_DEVICE, Context
 from tests.kernels.attention_cases import (
     IN_BYTES,
     PLAIN,
@@ -35,19 +35,22 @@ def numbers(request: pytest.FixtureRequest) -> Numbers:
     return kind
 
 
-def crowd(cache: Cache) -> list[Branch]:
-    """Return branches that share, fork, draft and prefill side by side."""
+def crowd(cache: Cache, context: Context) -> list[Branch]:
+    """Return branches that share, fork, draft and prefill side by side; on the emulated device fewer rows, over the
+    ends of as many tiles and chunks."""
     generator = np.random.default_rng(5)
-    size = cache.shape.block_size
+    size, is_small = cache.shape.block_size, context.library.isa == EMULATED_DEVICE
     prompt = cache.branch(1100, 3)
     forks = [
         cache.fork(prompt, n // size, n + own) for n, own in [(1024, 3), (1024, 70), (512, 30), (64, 1), (576, 500)]
-    ]
-    trees = [cache.branch(n, 20, random_tree(generator, 2, 18)) for n in (60, 140, 525)]
-    return [prompt, *forks, cache.branch(200, 200), *trees, cache.branch(1), cache.branch(2048)]
+    ][:: 2 if is_small else 1]
+    nodes = 3 if is_small else 18
+    trees = [cache.branch(n, 2 + nodes, random_tree(generator, 2, nodes)) for n in (60, 140, 525)]
+    prefill = cache.branch(70, 70) if is_small else cache.branch(200, 200)
+    return [prompt, *forks, prefill, *trees, cache.branch(1), *([] if is_small else [cache.branch(2048)])]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(1, 7, 128), (4, 8, 64), (5, 13, 16), (3, 2, 256)])
 def test_a_head_is_the_same_beside_any_others(
@@ -72,7 +75,7 @@ def test_a_head_is_the_same_beside_any_others(
 @pytest.mark.parametrize("window", [0, 90])
 def test_alone_is_in_a_crowd(context: Context, numbers: Numbers, window: int) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 768, numbers, seed=1)
-    branches = crowd(cache)
+    branches = crowd(cache, context)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
     want = run(context, cache, branches, q, threads=1, share=False)
@@ -86,7 +89,7 @@ def test_alone_is_in_a_crowd(context: Context, numbers: Numbers, window: int) ->
 
 def test_order_of_branches(context: Context, numbers: Numbers) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=2)
-    branches = crowd(cache)
+    branches = crowd(cache, context)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
     want = run(context, cache, branches, q)
@@ -209,7 +212,7 @@ def test_a_node_cannot_reach_its_siblings(context: Context, numbers: Numbers) ->
 @pytest.mark.sampled(10)
 def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=7)
-    branches = crowd(cache)
+    branches = crowd(cache, context)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
     want = run(context, cache, branches, q, threads=2)
@@ -222,7 +225,7 @@ def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -
 def test_a_plan_serves_again(context: Context, numbers: Numbers) -> None:
     """Neither a smaller batch in between nor running twice leaves anything behind."""
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=8)
-    branches = crowd(cache)
+    branches = crowd(cache, context)
     q = cache.query(Batch(branches).num_rows)
     want = run(context, cache, branches, q)
     context = context.library.context(2)
