@@ -7,16 +7,17 @@ namespace pagedec {
 namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kTogether = 8;  // moves that a thread has under way
 
 // Where a slot's head begins, in elements from a layer's start.
-PD_DEVICE int64_t place_of(int64_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
+PD_DEVICE int64_t place_of(int32_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int32_t block_size) {
   return ((slot / block_size * kv_heads + head) * block_size + slot % block_size) * head_dim;
 }
 
 // The same in a cache of bytes, and where its scale lies.
 struct BytePlace {
   int64_t first, scale;
-  PD_DEVICE BytePlace(int64_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
+  PD_DEVICE BytePlace(int32_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int32_t block_size) {
     const int64_t before = (slot / block_size * kv_heads + head) * block_size;  // slots
     first = before * (head_dim + kScaleBytes) + slot % block_size * head_dim;
     scale = before * (head_dim + kScaleBytes) + block_size * head_dim + slot % block_size * kScaleBytes;
@@ -28,7 +29,7 @@ PD_DEVICE float turned(const pd_rope_kv_write_args &a, const E *in, const float 
                        int d) {
   const auto value = [&](int i) { return norm ? to_float(in[i]) * scale * norm[i] : to_float(in[i]); };
   if (!a.cos_sin || d >= a.rotary_dim) return value(d);
-  const int half = a.rotary_dim / 2, pair = a.interleaved ? d / 2 : d % half;
+  const int half = a.rotary_dim / 2, pair = a.interleaved ? d / 2 : d < half ? d : d - half;
   const bool is_first = a.interleaved ? d % 2 == 0 : d < half;
   const float *table = a.cos_sin + a.positions[row] * (int64_t)a.rotary_dim;
   const float cos = table[pair], sin = table[half + pair];
@@ -59,7 +60,8 @@ PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
   const int num_heads = a.q_heads + 2 * a.kv_heads, lane = thread_index() % kWarp;
   const int64_t units = *a.num_rows * (int64_t)num_heads, step = (int64_t)num_grid_blocks() * kWarps;
   for (int64_t u = (int64_t)block_index() * kWarps + thread_index() / kWarp; u < units; u += step) {
-    const int64_t row = u / num_heads, head = u % num_heads, slot = a.slots[row], dim = a.head_dim;
+    const int64_t row = u / num_heads, head = u % num_heads, dim = a.head_dim;
+    const int32_t slot = a.slots[row];
     const E *in = (const E *)a.qkv + u * dim;
     const bool is_q = head < a.q_heads, is_v = head >= a.q_heads + a.kv_heads;
     if (!is_q && slot < 0) continue;  // the whole warp
@@ -86,42 +88,58 @@ PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
   }
 }
 
-PD_DEVICE void move_tokens(const pd_kv_copy_args &a) {
-  for (int32_t i = 0; a.token_plane && i < *a.num_moves; i++) a.token_plane[a.dst[i]] = a.token_plane[a.src[i]];
-}
+// Moves that may be under way at a time: none of them reads what one before it writes.
+struct Moves {
+  int num;
+  int32_t src[kTogether], dst[kTogether];
 
-// A block has whole (layer, head) pairs, so that moves keep their order without waiting for other blocks.
-template <class E>
-PD_KERNEL(kThreads) kv_copy_kernel(pd_kv_copy_args a) {
-  const int64_t units = (int64_t)a.num_layers * a.kv_heads;
-  if (block_index() == 0 && thread_index() == 0) move_tokens(a);
-  for (int64_t u = block_index(); u < units; u += num_grid_blocks()) {
-    E *k = (E *)a.k_cache + u / a.kv_heads * a.layer_stride, *v = (E *)a.v_cache + u / a.kv_heads * a.layer_stride;
-    for (int32_t i = 0; i < *a.num_moves; i++) {  // a thread has the same dimensions of all moves: its own order
-      const int64_t from = place_of(a.src[i], u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
-      const int64_t to = place_of(a.dst[i], u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
-      for (int d = thread_index(); d < a.head_dim; d += kThreads) k[to + d] = k[from + d], v[to + d] = v[from + d];
+  PD_DEVICE Moves(const pd_kv_copy_args &a, int32_t first, int32_t left) : num(0) {
+    PD_UNROLL for (int i = 0; i < kTogether; i++) {
+      src[i] = i < left ? a.src[first + i] : 0, dst[i] = i < left ? a.dst[first + i] : 0;
+      bool is_apart = i < left;
+      PD_UNROLL for (int j = 0; j < i; j++) is_apart &= src[i] != dst[j];
+      if (is_apart && num == i) num++;
     }
+  }
+  // to[place(dst)] = to[place(src)] of one place of each, in their order.
+  template <class E, class Place>
+  PD_DEVICE void carry_out(E *to, const Place &place) const {
+    E values[kTogether] = {};
+    PD_UNROLL for (int i = 0; i < kTogether; i++)
+      if (i < num) values[i] = to[place(src[i])];
+    PD_UNROLL for (int i = 0; i < kTogether; i++)
+      if (i < num) to[place(dst[i])] = values[i];
+  }
+};
+template <class Visit>
+PD_DEVICE void each_moves(const pd_kv_copy_args &a, const Visit &visit) {
+  for (int32_t i = 0, stop = *a.num_moves; i < stop;) {
+    const Moves moves(a, i, stop - i);
+    visit(moves);
+    i += moves.num;
   }
 }
 
-// The same of bytes, two at a time: heads and scales begin at even places.
-PD_KERNEL(kThreads) kv_copy_bytes_kernel(pd_kv_copy_args a) {
-  const int64_t units = (int64_t)a.num_layers * a.kv_heads;
-  if (block_index() == 0 && thread_index() == 0) move_tokens(a);
-  for (int64_t u = block_index(); u < units; u += num_grid_blocks()) {
-    uint8_t *k = (uint8_t *)a.k_cache + u / a.kv_heads * a.layer_stride;
-    uint8_t *v = (uint8_t *)a.v_cache + u / a.kv_heads * a.layer_stride;
-    for (int32_t i = 0; i < *a.num_moves; i++) {
-      const BytePlace from(a.src[i], u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
-      const BytePlace to(a.dst[i], u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
-      for (int d = 2 * thread_index(); d <= a.head_dim; d += 2 * kThreads) {  // the last is the scale
-        const bool is_scale = d == a.head_dim;
-        const int64_t there = is_scale ? to.scale : to.first + d, here = is_scale ? from.scale : from.first + d;
-        *(uint16_t *)(k + there) = *(const uint16_t *)(k + here);
-        *(uint16_t *)(v + there) = *(const uint16_t *)(v + here);
+// A block has whole (layer, head) pairs, and a thread the same numbers of all moves: they keep their order without
+// waiting for others. Of bytes two at a time, since heads and scales begin at even places; the last is the scale.
+template <class E, bool kBytes>
+PD_KERNEL(kThreads) kv_copy_kernel(pd_kv_copy_args a) {
+  const int64_t stride = kBytes ? a.layer_stride / 2 : a.layer_stride;
+  const int units = a.num_layers * a.kv_heads, width = kBytes ? a.head_dim / 2 + 1 : a.head_dim;
+  if (block_index() == 0 && thread_index() == 0 && a.token_plane)
+    each_moves(a, [&](const Moves &moves) { moves.carry_out(a.token_plane, [](int32_t slot) { return slot; }); });
+  for (int u = block_index(); u < units; u += num_grid_blocks()) {
+    E *k = (E *)a.k_cache + u / a.kv_heads * stride, *v = (E *)a.v_cache + u / a.kv_heads * stride;
+    each_moves(a, [&](const Moves &moves) {
+      for (int d = thread_index(); d < width; d += kThreads) {
+        const auto place = [&](int32_t slot) {
+          if (!kBytes) return place_of(slot, u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size) + d;
+          const BytePlace place(slot, u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
+          return d == width - 1 ? place.scale / 2 : place.first / 2 + d;
+        };
+        moves.carry_out(k, place), moves.carry_out(v, place);
       }
-    }
+    });
   }
 }
 
@@ -138,9 +156,9 @@ int enqueue_rope_kv_write(pd_context &c, const pd_rope_kv_write_args &a) {
   return launch(c, "pd_rope_kv_write", kernel, kThreads, a);
 }
 int enqueue_kv_copy(pd_context &c, const pd_kv_copy_args &a) {
-  const auto kernel = a.kv_kind != PD_KV_PLAIN ? kv_copy_bytes_kernel
-                      : a.dtype == PD_F32      ? kv_copy_kernel<float>
-                                               : kv_copy_kernel<uint16_t>;
+  const auto kernel = a.kv_kind != PD_KV_PLAIN ? kv_copy_kernel<uint16_t, true>
+                      : a.dtype == PD_F32      ? kv_copy_kernel<float, false>
+                                               : kv_copy_kernel<uint16_t, false>;
   return launch(c, "pd_kv_copy", kernel, kThreads, a);
 }
 

@@ -5,6 +5,22 @@ namespace pagedec {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kAhead = 16;  // values that a thread loads before it writes
+
+// put(i, value(i)) of each of this thread's. What is written may be what is read next, for all a compiler knows: one
+// value after another would wait for memory as often.
+template <class Value, class Put>
+PD_DEVICE void each_value(int dim, const Value &value, const Put &put) {
+  for (int first = thread_index(); first < dim; first += kAhead * kThreads) {
+    float y[kAhead];
+    PD_UNROLL for (int j = 0; j < kAhead; j++) {
+      const int i = first + j * kThreads;
+      y[j] = i < dim ? value(i) : 0.0f;
+    }
+    PD_UNROLL for (int j = 0; j < kAhead; j++)
+      if (first + j * kThreads < dim) put(first + j * kThreads, y[j]);
+  }
+}
 
 template <class E>
 PD_KERNEL(kThreads) rms_norm_kernel(pd_rms_norm_args a) {
@@ -14,10 +30,11 @@ PD_KERNEL(kThreads) rms_norm_kernel(pd_rms_norm_args a) {
     for (int i = thread_index(); i < a.dim; i += kThreads) sum = sum + x[i] * x[i];
     const float scale = quotient(1.0f, square_root(quotient(block_sum<kWarps>(sum), (float)a.dim) + a.eps));
     E *out = (E *)a.out + r * a.dim;
-    for (int i = thread_index(); i < a.dim; i += kThreads) {
+    const auto value = [&](int i) {
       const float y = x[i] * scale * a.weight[i];
-      out[i] = from_float<E>(a.add ? to_float(out[i]) + y : y);
-    }
+      return a.add ? to_float(out[i]) + y : y;
+    };
+    each_value(a.dim, value, [&](int i, float y) { out[i] = from_float<E>(y); });
   }
 }
 
@@ -32,10 +49,11 @@ PD_KERNEL(kThreads) layer_norm_kernel(pd_layer_norm_args a) {
     for (int i = thread_index(); i < a.dim; i += kThreads) squares = squares + (x[i] - mean) * (x[i] - mean);
     const float scale = quotient(1.0f, square_root(quotient(block_sum<kWarps>(squares), (float)a.dim) + a.eps));
     E *out = (E *)a.out + r * a.dim;
-    for (int i = thread_index(); i < a.dim; i += kThreads) {
+    const auto value = [&](int i) {
       const float y = (x[i] - mean) * scale * a.weight[i];
-      out[i] = from_float<E>(a.bias ? y + a.bias[i] : y);
-    }
+      return a.bias ? y + a.bias[i] : y;
+    };
+    each_value(a.dim, value, [&](int i, float y) { out[i] = from_float<E>(y); });
   }
 }
 
