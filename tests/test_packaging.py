@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).resolve().parent.parent
-NOT_SHIPPED = ("tests/", "benchmarks/", "examples/", "docs/", "build/", ".ci/", "Makefile", ".gitignore")
+NOT_SHIPPED = ("tests/", "benchmarks/", "deploy/", "examples/", "docs/", "build/", "Makefile", ".")
 
 
 def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
@@ -37,10 +37,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sdist")
     copy = place / "copy"
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "lib")
-    for name in ("pagedec", "csrc", "tests", "benchmarks", "examples", "docs"):
+    for name in ("pagedec", "csrc", "proto", "tests", "benchmarks", "deploy", "examples", "docs"):
         if (SOURCES / name).is_dir():
             shutil.copytree(SOURCES / name, copy / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", ".gitignore"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", ".gitignore", ".dockerignore"):
         shutil.copy(SOURCES / name, copy / name)
     (copy / "pagedec/lib").mkdir()
     (copy / "pagedec/lib/libpagedec_scalar.so").write_bytes(b"left over from a development build")
@@ -82,8 +82,10 @@ def test_sdist_has_the_sources_and_nothing_else(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"pyproject.toml", "README.md", "LICENSE", "csrc/CMakeLists.txt", "csrc/include/pagedec.h"} <= set(names)
+    assert "proto/pagedec/v1/generation_service.proto" in names, "of which other clients are made"
     assert "pagedec/py.typed" in names, "without which type checkers read nothing of the package"
     expected = {path.relative_to(SOURCES).as_posix() for path in (SOURCES / "pagedec").rglob("*.py")}
+    expected.add("proto/generate.py")
     assert {name for name in names if name.endswith(".py")} == expected
     assert [name for name in names if name.startswith(NOT_SHIPPED) or name.endswith((".so", ".pyc"))] == []
 

@@ -164,6 +164,7 @@ def test_what_images_are_not_built_from() -> None:
     """Nothing that this machine has made, and no secrets."""
     ignored = (DEPLOY.parent / ".dockerignore").read_text("utf-8").split("\n")
     assert {".git", ".venv", "build", "pagedec/lib", "deploy/secrets"} <= set(ignored)
+    assert "/deploy/secrets/" in (DEPLOY.parent / ".gitignore").read_text("utf-8").split("\n"), "which are committed"
     text = (DEPLOY / "Dockerfile").read_text("utf-8")
     cache = read("compose.yaml")["services"]["pagedec"]["volumes"][1].partition(":")[2]
     assert f"PAGEDEC_CACHE={cache}" in text and f"install -d -o 10001 {cache}" in text

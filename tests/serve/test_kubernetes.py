@@ -66,16 +66,18 @@ def test_the_server() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text("utf-8")
     begun = re.findall(r'^ENTRYPOINT \["pagedec", (.*)\]$', dockerfile, re.MULTILINE)
     words = [*re.findall(r'"([^"]+)"', begun[-1]), *container["args"]]
-    flags = {key.removeprefix("options."): value for key, value in vars(parser().parse_args(words)).items()}
+    flags = {key.rpartition(".")[2]: value for key, value in vars(parser().parse_args(words)).items()}
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     told = {"grpc": flags["port"], "probe": flags["probe_port"], "metrics": flags["metrics_port"]}
     assert ports == {name: int(value) for name, value in told.items()}
+    assert flags["num_threads"] == container["resources"]["requests"]["cpu"], "or it takes all that the node has"
     wait = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     drain = float(flags["drain_grace"]) + float(flags["drain_timeout"])
     assert pod["terminationGracePeriodSeconds"] >= wait + drain + 2 * LAST_SECONDS + 2 * CLOSE_SECONDS + 1
     for kind, name in (("startupProbe", GENERATION), ("readinessProbe", GENERATION), ("livenessProbe", "")):
         probe = container[kind]["grpc"]
         assert (probe["port"], probe.get("service", "")) == (ports["probe"], name)
+    assert all(container[kind]["timeoutSeconds"] >= 5 for kind in ("readinessProbe", "livenessProbe"))
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"].items() <= labels.items()
@@ -115,6 +117,10 @@ def test_the_service_serves_what_is_there() -> None:
     assert (module, attribute) == ("pagedec.serve.ray_serve", "app")
     if importlib.util.find_spec("ray") is not None and importlib.util.find_spec("starlette") is not None:
         assert callable(getattr(importlib.import_module(module), attribute))
+    [head] = spec["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    served = {name: port for name, port in ports.items() if name == "serve" or name.startswith("serve-")}
+    assert served == {"serve": 8000, "serve-grpc": config["grpc_options"]["port"]}, "what KubeRay makes a Service of"
     for path in config["grpc_options"]["grpc_servicer_functions"]:
         place, _, function = path.rpartition(".")
         assert callable(getattr(importlib.import_module(place), function)), path
