@@ -18,7 +18,7 @@ STAGES="device build smoke engine copy attention linear decode kernels readout r
 # Seconds: with less a stage is not begun, and after the most it is stopped.
 declare -A LEAST=([device]=5 [build]=100 [smoke]=25 [engine]=40 [copy]=10 [attention]=30 [linear]=25 [decode]=50
   [kernels]=45 [readout]=15 [ranks]=5 [sanitizer]=30)
-declare -A MOST=([device]=20 [build]=150 [smoke]=60 [engine]=90 [copy]=30 [attention]=80 [linear]=70 [decode]=100
+declare -A MOST=([device]=60 [build]=150 [smoke]=60 [engine]=90 [copy]=30 [attention]=80 [linear]=70 [decode]=100
   [kernels]=150 [readout]=40 [ranks]=100 [sanitizer]=120)
 TOTAL=${GPU_CHECK_SECONDS:-570}
 # What is near a processor's in seconds: of linear layers, of attention, and tokens of an engine in need of room.
@@ -26,7 +26,7 @@ SMOKE="tests/kernels/test_gemm.py tests/kernels/test_cuda_attention.py
   tests/engine/test_cuda_engine.py::test_a_crowd_that_is_preempted"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/benchmarks/gpu_tests.sh"
-PATH=$(dirname "$python"):$PATH:/usr/local/cuda/bin # its cmake and ninja before the system's, which may be too old
+PATH=$(dirname "$python"):$PATH:/usr/local/cuda/bin:/usr/local/nvidia/bin # its cmake before one that may be too old
 
 device() {
   printf '## Device\n\n'
@@ -61,6 +61,8 @@ build() {
     command -v ninja >/dev/null && ninja=(-G Ninja)
     # for this machine's device alone, which halves nvcc's time
     arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+    [[ $arch =~ ^[0-9]+$ ]] ||
+      arch=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
     compile "$logs/cmake" cmake -S csrc -B build/gpu "${ninja[@]}" -DPAGEDEC_CUDA=ON -Wno-dev \
       -DPAGEDEC_LIB_DIR="$root/pagedec/lib" -DCMAKE_CUDA_ARCHITECTURES="${arch:-90}" || return 1
     # the kernels first: nothing else is needed to measure them

@@ -4,11 +4,11 @@ says, what it stops ends, and each stage has its time."""
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -31,9 +31,6 @@ def modules() -> list[str]:
 
 def benchmarks() -> list[str]:
     return sorted(set(re.findall(r"benchmarks/(gpu_\w+)\.py", TEXT)))
-
-
-BENCHMARKS = [pytest.param(name, marks=[] if name == "gpu_copy" else pytest.mark.long) for name in benchmarks()]
 
 
 def needs() -> list[str]:
@@ -65,10 +62,11 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_its_tests_import_no_more_than_it_says() -> None:
-    """They, what of ours they import, and so on."""
+def test_what_it_runs_imports_no_more_than_it_says() -> None:
+    """Its tests and benchmarks, what of ours they import, and so on."""
     folders = {parent for path in modules() for parent in Path(path).parents}
     left = [ROOT / path for path in modules()] + [ROOT / folder / "conftest.py" for folder in folders]
+    left += [ROOT / "benchmarks" / f"{name}.py" for name in benchmarks()]
     seen, others = set[Path](), dict[str, Path]()
     while left:
         path = left.pop()
@@ -76,16 +74,18 @@ def test_its_tests_import_no_more_than_it_says() -> None:
             continue
         seen.add(path)
         for name in imported(path):
-            place = ROOT.joinpath(*name.split("."))
-            left += [place.with_suffix(".py"), *(parent / "__init__.py" for parent in (place, *place.parents))]
+            for root in (ROOT, ROOT / "benchmarks"):
+                place = root.joinpath(*name.split("."))
+                left += [place.with_suffix(".py"), *(parent / "__init__.py" for parent in (place, *place.parents))]
             others[name.partition(".")[0]] = path
-    packages, allowed = importlib.metadata.packages_distributions(), bare_python.needed(needs())
-    wrong = {
-        name: path
-        for name, path in others.items()
-        if name in packages and not {one.lower().replace("_", "-") for one in packages[name]} & {*allowed, "pagedec"}
-    }
-    assert not wrong and {"torch", "pytest", "pagedec"} <= {*others}
+    own = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | {"pagedec", "tests"}
+    there = own | {*sys.stdlib_module_names}
+    for distribution in bare_python.needed(needs()).values():
+        told = distribution.read_text("top_level.txt")  # of torch, say, whose list of files is long
+        files = told.split() if told else map(str, distribution.files or ())
+        there |= {Path(file).parts[0].removesuffix(".py") for file in files}
+    wrong = {name: path for name, path in others.items() if name not in there}
+    assert not wrong and {"torch", "pytest", "pagedec", "gpu_common"} <= {*others}
 
 
 @pytest.mark.long
@@ -94,8 +94,9 @@ def test_its_tests_need_no_more_than_it_says(bare: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", benchmarks())
 def test_its_benchmarks_need_no_more_than_it_says(bare: Path, name: str) -> None:
     options = re.findall(rf"benchmarks/{name}\.py([^;}}\n]*)", TEXT)[0].split() if name != "gpu_ranks" else []
     chosen = {"PAGEDEC_ISA": EMULATED_DEVICE, "PAGEDEC_LINK": "memory"}
@@ -145,7 +146,7 @@ def test_a_module_that_takes_too_long_ends_with_all_that_it_has_started(tmp_path
 
 COUNTING = """#!/usr/bin/env bash
 [[ " $* " != *" --collect-only "* ]] || { printf '%s\\n' tests/a/one.py::x tests/a/one.py::y tests/a/two.py::x; exit; }
-echo "${@: -1} $$ $PYTHONMALLOC" >>"$STUB_PIDS"
+echo "${@: -1} $$ $PYTHONMALLOC,$OMP_NUM_THREADS,$PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$STUB_PIDS"
 echo "1 of them"
 [[ "$*" != *one.py ]]
 """
@@ -157,15 +158,37 @@ def test_each_module_has_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "python").chmod(0o755)
     own = {"PYTHON": str(tmp_path / "python"), "STUB_PIDS": str(tmp_path / "pids"), "GPU_TESTS_LOGS": str(tmp_path)}
     command = [str(SCRIPT.with_name("gpu_tests.sh")), "tests/kernels", "tests/b.py::z"]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(command, env={**environ, **own}, capture_output=True, text=True)
     rows = {
         f"| tests/{name} | 1 of them | {status} |"
         for name, status in (("a/one.py", 1), ("a/two.py", 0), ("b.py::z", 0))
     }
     assert done.returncode and rows <= {*done.stdout.split("\n")}, done.stdout + done.stderr
     ran = [line.split() for line in (tmp_path / "pids").read_text().splitlines()]
-    assert len({pid for _, pid, _ in ran}) == len(ran) == 3 and {malloc for *_, malloc in ran} == {"malloc"}
+    assert len({pid for _, pid, _ in ran}) == len(ran) == 3 and {given for *_, given in ran} == {"malloc,2,1"}
     assert "benchmarks/gpu_tests.sh tests/kernels" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("told", "arch"), [("echo 9.0", "90"), ("exit 9", "80")])
+def test_the_build_is_for_the_device_that_is_there(tmp_path: Path, told: str, arch: str) -> None:
+    """Which torch knows, too."""
+    stubs = {
+        "nvidia-smi": told,
+        "python": '[[ "$*" != *capability* ]] || echo 80',
+        "nvcc": "true",
+        "cmake": f'echo "$*" >>{tmp_path / "asked"}',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    own = {"PYTHON": str(tmp_path / "python"), "GPU_TESTS_LOGS": str(logs), "PAGEDEC_LIB_DIR": str(tmp_path)}
+    done = subprocess.run([str(SCRIPT), "--inside", "build"], env={**os.environ, **own}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    asked = (tmp_path / "asked").read_text()
+    assert f"-DCMAKE_CUDA_ARCHITECTURES={arch} " in f"{asked.splitlines()[0]} " and "--target pagedec_cuda" in asked
 
 
 def seconds(name: str) -> dict[str, int]:
