@@ -60,7 +60,7 @@ class EngineLoop:
         self._driver: int | None = None  # the thread that has it
         self._untold: deque[EngineEvent] = deque()  # what a step has brought and its sink was not told yet
         self._waiting: dict[threading.Event, Callable[[], bool]] = {}
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, tuple[Request, Sink]] = {}
         self._thread: threading.Thread | None = None
         self._closed = self._is_forked = self._is_paused = False
         self.broken: BaseException | None = None
@@ -284,8 +284,10 @@ class EngineLoop:
         try:
             if self._closed:
                 raise self._closing(request.id)
+            if request.id in self._sinks:  # it has failed, perhaps, and was not told yet
+                raise InvalidArgument("request_id", request.id, "must not be the id of a request that still runs")
             self.engine.add(request)
-            self._sinks[request.id] = sink
+            self._sinks[request.id] = request, sink
             return
         except RequestError as error:
             problem = error
@@ -309,7 +311,7 @@ class EngineLoop:
 
     def _fail_all(self) -> None:
         sinks, self._sinks = self._sinks, {}
-        for request_id, sink in sinks.items():
+        for request_id, (_, sink) in sinks.items():
             with contextlib.suppress(NotFound):
                 self.engine.abort(request_id)
             with contextlib.suppress(Exception):  # the last word to a sink that may be gone
@@ -319,10 +321,10 @@ class EngineLoop:
         sinks = self._sinks
         while self._untold:
             event = self._untold.popleft()
-            request = event.request
-            sink = sinks.get(request.id)
-            if sink is None:
+            found = sinks.get(event.request.id)
+            if found is None or found[0] is not event.request:  # it was aborted; another has its name, perhaps
                 continue
+            request, sink = found
             try:
                 if isinstance(event, Progress):
                     sink.tokens(event.rank, event.tokens, event.logprobs)
@@ -346,9 +348,7 @@ class EngineLoop:
 
     def _drop(self, request_id: str, sink: Sink, error: BaseException) -> None:
         """A sink has failed: so does its request."""
-        self._sinks.pop(request_id, None)
-        with contextlib.suppress(NotFound):
-            self.engine.abort(request_id)
+        self._abort(request_id)
         problem = RequestError(request_id, f"its results cannot be taken: {told(error)}")
         problem.__cause__ = error
         with contextlib.suppress(BaseException):  # it was told of its own mistake
