@@ -1,10 +1,9 @@
 // The largest logit of each row; the lowest token id of equals. A NaN counts as -inf.
 #include "cuda/launch.h"
+#include "cuda/readout.h"
 
 namespace pagedec {
 namespace {
-
-constexpr int kWarps = 16, kThreads = kWarps * kWarp;
 
 struct Best {
   float value;
@@ -15,23 +14,20 @@ PD_DEVICE Best better(Best a, Best b) {
   return a.value > b.value || (a.value == b.value && a.token < b.token) ? a : b;
 }
 
-PD_KERNEL(kThreads) argmax_kernel(pd_argmax_args a) {
-  SHARED_ARRAY(float, values, kWarps);
-  SHARED_ARRAY(int32_t, tokens, kWarps);
+PD_KERNEL(kRowThreads) argmax_kernel(pd_argmax_args a) {
+  SHARED_ARRAY(float, values, kRowWarps);
+  SHARED_ARRAY(int32_t, tokens, kRowWarps);
   for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
     const float *x = a.logits + r * a.vocab;
     Best best{-INFINITY, INT32_MAX};
-    for (int32_t t = thread_index(); t < a.vocab; t += kThreads) {
-      const float value = x[t];
-      best = better(best, {value == value ? value : -INFINITY, t});
-    }
+    each_logit(x, a.vocab, [&](int64_t t, float value) { best = better(best, {without_nan(value), (int32_t)t}); });
     for (int mask = kWarp / 2; mask; mask /= 2)
       best = better(best, {shuffle_xor(best.value, mask), shuffle_xor(best.token, mask)});
     if (thread_index() % kWarp == 0) values[thread_index() / kWarp] = best.value;
     if (thread_index() % kWarp == 0) tokens[thread_index() / kWarp] = best.token;
     sync_block();
     if (thread_index() == 0) {
-      for (int w = 1; w < kWarps; w++) best = better(best, {values[w], tokens[w]});
+      for (int w = 1; w < kRowWarps; w++) best = better(best, {values[w], tokens[w]});
       a.token_ids[r] = best.token;
     }
     sync_block();  // before the next row's are written
@@ -41,7 +37,7 @@ PD_KERNEL(kThreads) argmax_kernel(pd_argmax_args a) {
 }  // namespace
 
 int enqueue_argmax(pd_context &c, const pd_argmax_args &a) {
-  return launch(c, "pd_argmax", argmax_kernel, kThreads, a);
+  return launch(c, "pd_argmax", argmax_kernel, kRowThreads, a);
 }
 
 }  // namespace pagedec

@@ -39,8 +39,7 @@ struct Ranked {
         if (score > kMinusInf) visit(entry_of(score + noise, value, i, token));
       };
       if (!group.is_drawn) {
-        PD_ROLLED
-        for (int64_t t = thread_index(); t < a.vocab; t += kRowThreads) offer(t, without_nan(x[t]), 0.0f);
+        each_logit(x, a.vocab, [&](int64_t t, float value) { offer(t, without_nan(value), 0.0f); });
         continue;
       }
       const Row row = scan_row(x, a.vocab);

@@ -12,7 +12,7 @@ PD_KERNEL(kRowThreads) pick_logits_kernel(pd_pick_logits_args a) {
     if (thread_index() == 0) a.values[i] = value;
     if (!a.ranks) continue;
     uint64_t greater = 0;
-    for (int64_t t = thread_index(); t < a.vocab; t += kRowThreads) greater += x[t] > value;
+    each_logit(x, a.vocab, [&](int64_t, float other) { greater += other > value; });
     greater = block_total(greater);
     if (thread_index() == 0) a.ranks[i] = (int32_t)(1 + greater);
   }

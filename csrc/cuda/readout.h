@@ -84,6 +84,22 @@ PD_DEVICE uint64_t block_total(uint64_t x) {
   return block_join(x, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
+// visit(token, logit) of each of this thread's tokens, of which some are under way at a time: one row is one block's, and
+// a multiprocessor gets no more of memory than it has asked for.
+constexpr int kAhead = 8;
+template <class Visit>
+PD_DEVICE void each_logit(const float *x, int64_t vocab, const Visit &visit) {
+  for (int64_t first = thread_index(); first < vocab; first += kAhead * kRowThreads) {
+    float ahead[kAhead];
+    PD_UNROLL for (int j = 0; j < kAhead; j++) {
+      const int64_t t = first + j * kRowThreads;
+      ahead[j] = t < vocab ? x[t] : 0.0f;
+    }
+    PD_UNROLL for (int j = 0; j < kAhead; j++)
+      if (first + j * kRowThreads < vocab) visit(first + j * kRowThreads, ahead[j]);
+  }
+}
+
 struct Row {
   const float *x;
   int64_t vocab;
@@ -95,7 +111,7 @@ struct Row {
   // visit(key) of each of this thread's tokens.
   template <class Visit>
   PD_DEVICE void each(Visit visit) const {
-    for (int64_t t = thread_index(); t < vocab; t += kRowThreads) visit(order_key(x[t], t));
+    each_logit(x, vocab, [&](int64_t t, float value) { visit(order_key(value, t)); });
   }
 };
 PD_DEVICE Row scan_row(const float *x, int64_t vocab) {
