@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,14 +43,11 @@ class LogitsRules:
         """Whether `token` is banned behind a sequence, the prompt included."""
         if self.allowed_token_ids is not None and token not in self.allowed_token_ids:
             return True
-        for *before, last in self.bad_words:
-            if last == token and (not before or list(text[-len(before) :]) == before):
+        for word in self.bad_words:
+            if word[-1] == token and tuple(text[max(0, len(text) + 1 - len(word)) :]) == word[:-1]:
                 return True
         size = self.no_repeat_ngram_size
-        if not 0 < size <= len(text):
-            return False
-        gram = [*text[len(text) - size + 1 :], token]
-        return any(list(text[i : i + size]) == gram for i in range(len(text) - size + 1))
+        return 0 < size <= len(text) and _has(text, [*text[len(text) - size + 1 :], token])
 
     def within(self, vocab_size: int) -> LogitsRules:
         """The rules without what they say of token ids from `vocab_size` on; itself if that is nothing."""
@@ -61,6 +59,16 @@ class LogitsRules:
             logit_bias=tuple((token, number) for token, number in self.logit_bias if token < vocab_size),
         )
         return self if known == self else known
+
+
+def _has(text: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether some tokens in a row are `part`. It may be as long as a context: nothing is compared place by place."""
+    whole, sought = array("i", text), array("i", part)
+    data, wanted, size = whole.tobytes(), sought.tobytes(), whole.itemsize
+    at = data.find(wanted)
+    while at >= 0 and at % size:  # between two tokens
+        at = data.find(wanted, at + 1)
+    return at >= 0
 
 
 NO_RULES = LogitsRules()
