@@ -6,6 +6,7 @@
 // of one bit, or 8,192 counts. History is read where it lies, through the block table, once for each part. An n-gram
 // is compared from its end on, at each place of the history by itself: one token mostly, n where all repeats itself.
 #include "cuda/launch.h"
+#include "cuda/readout.h"
 
 namespace pagedec {
 namespace {
@@ -140,7 +141,7 @@ PD_KERNEL(kThreads) process_logits_kernel(pd_process_logits_args a) {
     if (rules.num_allowed >= 0)
       ban_all_but(logits, rules.allowed, rules.num_allowed, is_less ? given : 0.0f, words);
     else if (is_less)
-      for (uint32_t t = thread_index(); t < logits.vocab; t += kThreads) logits.x[t] = logits.x[t] - given;
+      each_logit<kThreads>(logits.x, logits.vocab, [&](int64_t t, float x) { logits.x[t] = x - given; });
     const bool repetition = rules.repetition_penalty != 1.0f;
     const bool generated = rules.frequency_penalty != 0.0f || rules.presence_penalty != 0.0f;
     const uint32_t n = rules.no_repeat_ngram_size;

@@ -84,19 +84,19 @@ PD_DEVICE uint64_t block_total(uint64_t x) {
   return block_join(x, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
-// visit(token, logit) of each of this thread's tokens, of which some are under way at a time: one row is one block's, and
-// a multiprocessor gets no more of memory than it has asked for.
+// visit(token, logit) of each of this thread's tokens, of which some are under way at a time: one row is one block's,
+// and a multiprocessor gets no more of memory than it has asked for.
 constexpr int kAhead = 8;
-template <class Visit>
+template <int kThreads = kRowThreads, class Visit>
 PD_DEVICE void each_logit(const float *x, int64_t vocab, const Visit &visit) {
-  for (int64_t first = thread_index(); first < vocab; first += kAhead * kRowThreads) {
+  for (int64_t first = thread_index(); first < vocab; first += kAhead * kThreads) {
     float ahead[kAhead];
     PD_UNROLL for (int j = 0; j < kAhead; j++) {
-      const int64_t t = first + j * kRowThreads;
+      const int64_t t = first + j * kThreads;
       ahead[j] = t < vocab ? x[t] : 0.0f;
     }
     PD_UNROLL for (int j = 0; j < kAhead; j++)
-      if (first + j * kRowThreads < vocab) visit(first + j * kRowThreads, ahead[j]);
+      if (first + j * kThreads < vocab) visit(first + j * kThreads, ahead[j]);
   }
 }
 
