@@ -5,6 +5,10 @@
 #include <new>
 #include <utility>
 
+#if !defined(__CUDACC__)
+#include "cuda/emulate/devices.h"
+#endif
+
 namespace pagedec {
 namespace {
 
@@ -43,7 +47,7 @@ bool is_in_use(int device) {
   int is_active = 0;
   return state && state(device, &flags, &is_active) == 0 && is_active;
 #else
-  return device >= 0;
+  return emulate::is_in_use(device);
 #endif
 }
 
@@ -208,13 +212,16 @@ int32_t pd_num_threads(const pd_context *context) {
 }
 #if !defined(__CUDACC__)
 // For tests: in which order threads run; a device that fails for ever, until it is told otherwise; one of another
-// compute capability than kernels are built for, which is 8; and which is this thread's, from now on if it is one.
+// compute capability than kernels are built for, which is 8; which is this thread's, from now on if it is one; and
+// whether one has a context, not counting what was before it was last told that it has none.
 PD_EXPORT void pd_emulate_seed(uint64_t seed) { emulate::set_seed(seed); }
 PD_EXPORT void pd_emulate_lost(int32_t is_lost) { emulate::lose(is_lost); }
 PD_EXPORT void pd_emulate_capability(int32_t major) { emulate::set_capability(major); }
 PD_EXPORT int32_t pd_emulate_device(int32_t device) {
   return device < 0 ? emulate::device_now() : (emulate::set_device(device), device);
 }
+PD_EXPORT void pd_emulate_unused(int32_t device) { emulate::set_unused(device); }
+PD_EXPORT int32_t pd_emulate_in_use(int32_t device) { return emulate::is_in_use(device); }
 #endif
 int pd_await(pd_context *context) {
   if (!context) return fail("pd_await: context is NULL");

@@ -24,8 +24,11 @@ struct pd_recording {
   pd_context *context = nullptr;  // NULL: it holds nothing
   pagedec::Places places;         // that launches were told of
   cudaGraphExec_t graph = nullptr;
-  void clear() {  // one that is under way ends behind this
-    if (graph) pagedec::ignore(cudaGraphExecDestroy(graph));
+  void clear() {  // one that is under way ends behind this; whose thread it is has no device yet, perhaps
+    if (graph) {
+      const pagedec::OnDevice on(context->device);
+      pagedec::ignore(cudaGraphExecDestroy(graph));
+    }
     graph = nullptr, context = nullptr;
   }
 };

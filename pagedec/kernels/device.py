@@ -16,7 +16,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.block_swap import BlockSwap, DeviceBlockSwap
-from pagedec.kernels.context import Context
+from pagedec.kernels.context import Context, KernelError
 from pagedec.kernels.device_memory import SMALL, DeviceCall, DeviceMemory, KernelCall, LateCall, LateRoom, Staging
 from pagedec.kernels.drawn import of_all
 from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
@@ -77,15 +77,20 @@ class DeviceBackend(NativeBackend):
 
     @property
     def generation(self) -> str:
-        """What devices have in common whose tensor cores round alike: the compute capability, of an H100 9.0."""
+        """What devices have in common whose tensor cores round alike: the compute capability, of an H100 9.0. Raises
+        KernelError."""
         if self.name == EMULATED_DEVICE:
             return "emulated"
         driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(found), self.device)
-        device, numbers = ctypes.c_int(found.value), list[int]()
-        for attribute in CAPABILITY:
-            driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, device)
-            numbers.append(found.value)
+
+        def told(status: int) -> int:
+            if status:
+                problem = f"the driver does not tell the compute capability of device {self.device}: its error {status}"
+                raise KernelError(problem)
+            return found.value
+
+        device = ctypes.c_int(told(driver.cuDeviceGet(ctypes.byref(found), self.device)))
+        numbers = [told(driver.cuDeviceGetAttribute(ctypes.byref(found), name, device)) for name in CAPABILITY]
         return ".".join(map(str, numbers))
 
     def use_attention(self, kernel: AttentionKernel, block_size: int) -> None:

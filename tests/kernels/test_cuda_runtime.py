@@ -4,16 +4,19 @@ list is recorded that a real device forbids. On the emulated device, which has t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_char_p, c_void_p
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pagedec.kernels.arena import zeros
+from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.device_memory import DeviceMemory
-from pagedec.kernels.library import EMULATED_DEVICE, Context, KernelError, Library, load
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, ArgmaxArgs, Context, KernelError, Library, OpList, load
 from tests.kernels import calls, cuda_library
 
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
@@ -98,6 +101,36 @@ def test_contexts_of_two_devices_in_threads_of_their_own(device: Library) -> Non
     assert not problems
 
 
+def in_thread(work: Callable[[], object]) -> None:
+    """In one of its own, which was never asked for a device."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+
+
+def test_nobody_goes_to_a_device_that_is_not_used(device: Library) -> None:
+    """As a rank whose device is not the first one: a context there would take hundreds of megabytes, whichever thread
+    makes and frees what there is."""
+    made = list[Any]()
+
+    def make() -> None:
+        context = device.context(0, 1)
+        memory = DeviceMemory(context, 0)
+        count, x, out = (
+            memory.put(values) for values in (torch.ones(1, dtype=torch.int32), torch.eye(4), torch.ones(4))
+        )
+        program = OpList([ArgmaxArgs(count.data_ptr(), x.data_ptr(), out.data_ptr(), 4, 0)] * 2)
+        for _ in range(2):
+            context.run(program)
+        made.extend([program, context.new_fetch(64), (x, out, count), memory, context])
+
+    device.functions.pd_emulate_unused(0)
+    in_thread(make)
+    in_thread(lambda: used(device.context(0, 1)))
+    while made:
+        in_thread(lambda: made.pop(0))
+    assert device.functions.pd_emulate_in_use(0) == 0 and device.functions.pd_emulate_in_use(1) == 1
+
+
 @pytest.mark.parametrize(
     ("what", "status"),
     [
@@ -130,3 +163,29 @@ def test_a_copy_that_nobody_ends(device: Library) -> None:
     del fetches[0]
     context.wait()
     context.close()
+
+
+@pytest.mark.parametrize("status", [0, 101])
+def test_the_generation_is_what_the_driver_tells(device: Library, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Or an error: devices that it tells nothing of are not all alike."""
+
+    class Driver:
+        @staticmethod
+        def cuDeviceGet(found: Any, number: int) -> int:
+            found._obj.value = number + 7  # its own name of it
+            return 0
+
+        @staticmethod
+        def cuDeviceGetAttribute(found: Any, name: int, of: Any) -> int:
+            assert of.value == 8
+            found._obj.value = {75: 9, 76: 0}[name]
+            return status
+
+    backend = DeviceBackend(device, torch.float32, device=1)
+    monkeypatch.setattr(backend, "name", CUDA)
+    monkeypatch.setattr("pagedec.kernels.device.ctypes.CDLL", lambda name: Driver)
+    if status == 0:
+        assert backend.generation == "9.0"
+        return
+    with pytest.raises(KernelError, match="the driver does not tell the compute capability of device 1: its error 101"):
+        _ = backend.generation

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/emulate/devices.h"
 #include "cuda/emulate/machine.h"
 #include "cuda/emulate/memory.h"
 #include "cuda/emulate/stream.h"
@@ -37,7 +38,7 @@ constexpr int SHARED_BYTES[DEVICES] = {MAX_SHARED_BYTES, 99 << 10};  // of a blo
 thread_local cudaError_t last = cudaSuccess;
 thread_local std::string problem;  // of a kernel, which a wait has told of
 std::atomic<int> capability{8};
-std::atomic<bool> is_lost{false};
+std::atomic<bool> is_lost{false}, in_use[DEVICES];
 
 cudaError_t error(cudaError_t value) { return last = value; }
 cudaError_t told(const std::string &text) {
@@ -63,6 +64,7 @@ Capture *of(Stream *stream) {
 }
 // What may not be while this thread captures, and ends what it captures.
 bool is_forbidden() {
+  in_use[device_now()] = true;
   const std::lock_guard lock(capturing);
   bool found = false;
   for (Capture *capture : captures)
@@ -106,6 +108,8 @@ Pinned &pinned() {  // never destroyed: Python frees contexts until the process 
 void put(Stream *stream, std::function<std::string()> work) { stream->put(std::move(work)); }
 void lose(bool lost) { is_lost = lost; }
 void set_capability(int major) { capability = major; }
+bool is_in_use(int device) { return device >= 0 && device < DEVICES && in_use[device]; }
+void set_unused(int device) { in_use[device] = false; }
 
 }  // namespace pagedec::emulate
 
@@ -144,6 +148,7 @@ cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSIO
 cudaError_t cudaGetDevice(int *device) { return *device = device_now(), cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= DEVICES) return error(cudaErrorInvalidDevice);
+  in_use[device] = true;
   return set_device(device), cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int device) {
@@ -224,7 +229,10 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   (*stream)->device = device_now();
   return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  PD_FORBIDDEN();
+  return delete stream, cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   PD_FORBIDDEN();
   PD_FORBIDDEN(stream);
@@ -242,6 +250,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  PD_FORBIDDEN();
   if (event->stream && event->is_timed) event->stream->await();  // it has yet to be told the time
   return delete event, cudaSuccess;
 }
@@ -301,7 +310,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   for (const auto &launch : graph->launches) put(stream, launch);
   return cudaSuccess;
 }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return delete graph, cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+  PD_FORBIDDEN();
+  return delete graph, cudaSuccess;
+}
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
 
 // For tests: what becomes of a capture in which this is done, and then of the stream.
