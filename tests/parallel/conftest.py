@@ -20,10 +20,13 @@ def _threads_and_debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_three_heads(directory: Path) -> Path:
     """A model with three KV heads, so that two ranks have two and one."""
-    directory = tmp_path_factory.mktemp("three")
     shape = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
     make_checkpoint(variant("three", length=8, **shape), directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_three_heads(tmp_path_factory.mktemp("three"))

@@ -46,8 +46,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-def start_cluster(tiny: str) -> int:
-    """Two replicas on a cluster of this machine; returns where the proxy listens."""
+def start_app(tiny: str) -> int:
+    """Two replicas; returns where the proxy listens."""
     from ray import serve
     from ray.serve.config import gRPCOptions
 
@@ -55,10 +55,6 @@ def start_cluster(tiny: str) -> int:
 
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, http = one.getsockname()[1], other.getsockname()[1]
-    ray.init(
-        "local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
-        configure_logging=False,
-    )  # fmt: skip
     serve.start(grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICES), http_options={"port": http})
     routing = {"chunk_bytes": 16, "chunk_ids": 16}
     arguments = {"model": tiny, "served_model_name": "tiny", "min_replicas": 2, "routing": routing}
@@ -67,33 +63,29 @@ def start_cluster(tiny: str) -> int:
 
 
 def started(tiny: str) -> int:
-    """`start_cluster`, again where Ray has failed: its processes have some seconds to start, which a busy machine may
-    not give them."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        for _ in range(2):
-            with contextlib.suppress(Exception):
-                return start_cluster(tiny)
-            ray.shutdown()
-        return start_cluster(tiny)
-    except BaseException:
-        ray.shutdown()  # for the tests that come next
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)  # Ray has one of its own
+    """`start_app`, again where Ray has failed: its processes have some seconds to start, which a busy machine may not
+    give them."""
+    from ray import serve
+
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            return start_app(tiny)
+        serve.shutdown()
+    return start_app(tiny)
 
 
 @pytest.fixture(scope="module")
-def target(tiny: str) -> Iterator[str]:
+def target(tiny: str, cluster: Any) -> Iterator[str]:
     """Where the proxy listens."""
     from ray import serve
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGEDEC_ISA", "none")  # as slow as it has to be to be killed in the middle
-        port = started(tiny)
-    yield f"127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PAGEDEC_ISA", "none")  # as slow as it has to be to be killed in the middle
+            port = started(tiny)
+        yield f"127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,32 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedec import LLM, BeamSearchParams
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.library import EMULATED_DEVICE
+from tests.cluster.conftest import ROOM
 from tests.engine.crowd import SMALL, Tokens, assert_whole, right_answers
 from tests.kernels import cuda_library
+from tests.parallel.conftest import make_three_heads
 from tests.support import wait_for
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Any]:
-    """Two nodes of two processors each, on this machine; started without a niceness, as by somebody else."""
-    from ray.cluster_utils import Cluster
+pytestmark = pytest.mark.usefixtures("cluster")
 
-    store = {"object_store_memory": 80 * 2**20}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_worker_niceness")
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **store, "include_dashboard": False})
-    before = signal.getsignal(signal.SIGTERM)
-    ray.init(made.address, log_to_driver=False, configure_logging=False)
-    signal.signal(signal.SIGTERM, before)
-    yield made
-    ray.shutdown()
-    made.shutdown()
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Each rank takes its share of torch's threads, which are this process's."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_three_heads(tmp_path_factory.mktemp("three"))
 
 
 def engine(path: Path, **arguments: Any) -> LLM:
@@ -56,29 +59,32 @@ def free() -> float:
     return float(ray.available_resources().get("CPU", 0))
 
 
-MORE_DEATHS = [(1, signal.SIGSTOP), (1, signal.SIGKILL)]
+DEATHS = [(0, signal.SIGKILL), (1, signal.SIGSTOP), (1, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize(
-    ("link", "deaths"),
+    ("links", "deaths"),
     [
-        pytest.param("memory", [(0, signal.SIGKILL)], id="memory"),
-        pytest.param("sockets", [], id="sockets"),
-        pytest.param("nccl", [], id="nccl", marks=pytest.mark.long),
-        pytest.param("memory", MORE_DEATHS, id="memory, more deaths", marks=pytest.mark.long),
-        pytest.param("sockets", MORE_DEATHS, id="sockets, deaths", marks=pytest.mark.long),
+        pytest.param(["sockets", "memory"], DEATHS[:1], id="sockets, memory"),
+        pytest.param(["nccl"], [], id="nccl", marks=pytest.mark.long),
+        pytest.param(["memory"], DEATHS, id="memory, deaths", marks=pytest.mark.long),
+        pytest.param(["sockets"], DEATHS, id="sockets, deaths", marks=pytest.mark.long),
     ],
 )
 def test_two_actors_say_what_one_process_says(
-    path: Path, expected: list[Tokens], link: str, deaths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    expected: list[Tokens],
+    links: list[str],
+    deaths: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where one is killed while others run, or stopped: new actors take the places of all, and the cluster's room
-    is given back."""
-    monkeypatch.setenv("PAGEDEC_LINK", link)
+    """Also where one is killed while others run, or stopped: new actors take the places of all, by the next link, and
+    the cluster's room is given back. A fork leaves them to its parent."""
+    monkeypatch.setenv("PAGEDEC_LINK", links[0])
     beams = BeamSearchParams(beam_width=3, max_tokens=5)
     with engine(path) as one:
         [alone] = one.generate([[5, 6, 7]], beams, use_tqdm=False)
-    if link == "nccl":
+    if "nccl" in links:
         if cuda_library.path() is None:
             pytest.skip("the emulated device is not built")
         monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
@@ -87,11 +93,10 @@ def test_two_actors_say_what_one_process_says(
     with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", step_timeout=limit) as llm:
         assert_whole(llm, expected)
         assert len(set(pids(llm))) == 2 and os.getpid() not in pids(llm)
-        if os.geteuid() == 0:  # who may lower a niceness; Ray's own is 15
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids(llm)} == {own}
         [output] = llm.generate([[5, 6, 7]], beams, use_tqdm=False)
         assert [a.token_ids for a in output.outputs] == [a.token_ids for a in alone.outputs]
+        check_a_fork_leaves_them(llm, expected)
+        monkeypatch.setenv("PAGEDEC_LINK", links[-1])
         for rank, number in deaths:
             before = pids(llm)
             timer = threading.Timer(0.05, os.kill, (before[rank], number))
@@ -112,35 +117,75 @@ def _wait_for_room() -> None:
     wait_for(lambda: free() == 2.0 and ray.cluster_resources().get("CPU") == 2.0)
 
 
-def test_a_node_is_removed(path: Path, expected: list[Tokens], cluster: Any) -> None:
-    """One with a worker on it. The group goes to what is left, or comes."""
-    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    other = cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+def check_a_fork_leaves_them(llm: LLM, expected: list[Tokens]) -> None:
+    """Dropped and stopped in a child, they work on here."""
+    gc.collect()  # what other tests have left of Ray is not for the child to drop
+    child = os.fork()
+    if child == 0:
+        llm.engine.executor.stop()
+        del llm
+        gc.collect()
+        os._exit(0)
+    wait_for(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    time.sleep(1.0)
+    assert llm.engine.executor.problem is None
+    assert right_answers(llm) == expected
+    assert llm.engine.executor.num_restarts == 0
+
+
+@pytest.mark.long
+def test_a_node_is_removed(path: Path, expected: list[Tokens], cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two with a worker each, while they work; the group goes to what is left. One was started without a niceness,
+    as by somebody else."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    monkeypatch.setenv("PAGEDEC_LINK", "sockets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_worker_niceness")
+        node = cluster.add_node(num_cpus=1, **ROOM)
     cluster.wait_for_nodes()
+    half = placement_group([{"CPU": 1.0, "node:__internal_head__": 0.001}])
+    assert half.wait(60)
     with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", num_threads=1, step_timeout=30.0) as llm:
+        remove_placement_group(half)
+        before = pids(llm)
+        if os.geteuid() == 0:  # who may lower a niceness; Ray's own is 15
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in before} == {own}
         assert right_answers(llm) == expected
-        cluster.remove_node(other, allow_graceful=False)
-        assert right_answers(llm) == expected
+        ending = threading.Thread(target=cluster.remove_node, args=(node, False))
+        ending.start()
+
+        def have_moved() -> bool:
+            assert right_answers(llm) == expected
+            return not set(pids(llm)) & set(before)
+
+        wait_for(have_moved)
+        ending.join()
         assert_whole(llm, expected)
-    cluster.remove_node(node)
     _wait_for_room()
 
 
-def test_a_fork_leaves_actors_to_its_parent(path: Path, expected: list[Tokens]) -> None:
-    """Dropped and stopped there, they work on here."""
-    with engine(path, **SMALL, tensor_parallel_size=2, num_threads=1, executor="ray") as llm:
-        gc.collect()  # what other tests have left of Ray is not for the child to drop
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root lowers a niceness")
+def test_an_actor_runs_at_the_engine_s_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own is 15 where a node was not told otherwise."""
+    from pagedec.executor import ray as places
+
+    own, (reading, writing) = os.getpriority(os.PRIO_PROCESS, 0), os.pipe()
+    found = lambda *_: os.write(writing, str(os.getpriority(os.PRIO_PROCESS, 0)).encode())  # noqa: E731
+    monkeypatch.setattr(places, "serve", found)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         child = os.fork()
         if child == 0:
-            llm.engine.executor.stop()
-            del llm
-            gc.collect()
-            os._exit(0)
-        wait_for(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
-        time.sleep(1.0)
-        assert llm.engine.executor.problem is None
-        assert right_answers(llm) == expected
-        assert llm.engine.executor.num_restarts == 0
+            try:
+                os.nice(4)
+                places._Actor("[]").run(*listener.getsockname(), "0" * 32, 0, own, "")
+            finally:
+                os._exit(0)
+        os.close(writing)
+        assert os.read(reading, 10).decode() == str(own)
+        os.waitpid(child, 0)
+    os.close(reading)
 
 
 def test_a_cluster_without_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

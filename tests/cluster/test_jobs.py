@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +19,25 @@ from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from tests.batch.files import read_output, request, stable, write_input
 from tests.batch.test_job import BAD, good_lines
+from tests.batch.tiny import make_tiny
 from tests.support import wait_for
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
-KINDS = {"load_format": "dummy", "num_blocks": 256, "max_num_seqs": 8}
+KINDS: dict[str, Any] = {"load_format": "dummy", "num_blocks": 256, "max_num_seqs": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def local() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-    ray.init(address="local", num_cpus=2, object_store_memory=80 * 2**20, **quiet)
-    signal.signal(signal.SIGTERM, before)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[LLM]:
+    with LLM(str(tiny), **KINDS) as made:
+        yield made
 
 
 def test_a_job_on_two_engines(
@@ -68,12 +72,11 @@ def test_a_job_on_two_engines(
     expected.pop(7)
     assert list(map(stable, records)) == list(map(stable, expected))
 
-    monkeypatch.setattr(cluster, "_Engine", plain)
-    with BatchJob(source, out, model=config.model, defaults={"max_tokens": 8}, retry_failed=True) as job:
-        cluster.run_on_ray(job, config, replicas=1)
+    run_batch(llm, source, out, defaults={"max_tokens": 8}, retry_failed=True)
     assert list(map(stable, read_output(out))) == list(map(stable, read_output(whole)))
 
 
+@pytest.mark.long
 def test_what_cannot_be_loaded_ends_the_job(tiny: Path, tmp_path: Path) -> None:
     from pagedec.batch.cluster import run_on_ray
 
