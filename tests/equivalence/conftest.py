@@ -99,6 +99,12 @@ own, and in two that share the model. tests/models has shorter runs of all famil
 processes, tests/parallel of ranks."""
 
 
+NATIVE = pytest.mark.parametrize(
+    "kind", ["bfloat16", "float32", pytest.param("reference", marks=pytest.mark.long), *OTHERS], indirect=True
+)
+"""For tests of what kernels may do wrong, and of many rows, which the reference takes one by one."""
+
+
 @pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -15,6 +15,7 @@ from pagedec.core.protocol import DecoderContext
 from pagedec.decoders import Sampling, decoder
 from pagedec.engine.engine import Engine
 from tests.algorithms.random_tree import RandomTreeParams
+from tests.equivalence.conftest import NATIVE
 from tests.equivalence.harness import SPECULATIONS, Case, Outcome, prompts, run, traced
 
 Make = Callable[..., Engine]
@@ -91,6 +92,7 @@ def test_alone_equals_in_a_crowd_of_16_mixed_lengths(engine: Make) -> None:
     assert_same(one, crowd, alone(engine(enable_prefix_caching=False), one), run(engine(), crowd))
 
 
+@NATIVE
 @pytest.mark.sampled(10, alike=["kind"])
 @pytest.mark.parametrize("rows", [5, 33])
 def test_chunked_equals_whole(engine: Make, rows: int) -> None:
@@ -106,7 +108,8 @@ def test_preempted_equals_not(engine: Make) -> None:
     assert_same(calm, tossed, run(engine(), calm), outcome)
 
 
-@pytest.mark.sampled(3)
+@NATIVE
+@pytest.mark.sampled(3, alike=["kind"])
 def test_prefix_hit_equals_miss(engine: Make) -> None:
     miss, hit, warm = cases(5, 33, 90), cases(5, 33, 90), engine()
     first = run(warm, miss)
@@ -115,7 +118,8 @@ def test_prefix_hit_equals_miss(engine: Make) -> None:
     assert_same(miss, hit, first, second)
 
 
-@pytest.mark.sampled(3)
+@NATIVE
+@pytest.mark.sampled(3, alike=["kind"])
 def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
     prompt = prompts(1, 20, 40)[0]
     together = Case("n=4", prompt, traced(replace(SEEDED, n=4)))
@@ -130,7 +134,8 @@ def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
     assert trace == together.params.trace
 
 
-@pytest.mark.sampled(8, alike=["kind"])
+@NATIVE
+@pytest.mark.sampled(6, alike=["kind"])
 @pytest.mark.parametrize("method", [*SPECULATIONS, "a random tree"])
 def test_speculated_equals_not(engine: Make, once: Once, method: str) -> None:
     def calm() -> Calm:
@@ -155,6 +160,7 @@ LENGTHS = (63, 64, 65, 127, 129, 511, 512, 513, 550)
 """Around the ends of tiles of 64 positions and of the chunk of 512; some end in the answer."""
 
 
+@NATIVE
 @pytest.mark.sampled(20, alike=["kind"])
 @pytest.mark.parametrize("shape", [
     {"max_num_batched_tokens": 64, "block_size": 8}, {"max_num_batched_tokens": 300, "block_size": 64},
