@@ -97,7 +97,7 @@ def test_a_function_of_the_text_as_transformers(tiny: tuple[Watched, Engine]) ->
     def allowed(tokens: list[int]) -> list[int]:
         return [token for token in range(VOCAB - 1) if (7 * token + sum(tokens)) % 3]
 
-    for _ in range(40):
+    for _ in range(24):
         width, prompt = rng.randrange(1, 7), [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 70))]
         penalty = rng.choice([0.0, 0.7, 1.0])
         model.gap, ids = float("inf"), torch.tensor([prompt])
@@ -134,7 +134,7 @@ def test_a_function_of_the_text_as_transformers(tiny: tuple[Watched, Engine]) ->
         answers = run(engine, [Case("beams", tuple(prompt), own)]).finished["beams"].answers
         assert [answer.token_ids for answer in answers] == out.sequences[:, len(prompt) :].tolist()
         assert [answer.score for answer in answers] == pytest.approx(out.sequences_scores.tolist(), abs=1e-5)
-    assert compared >= 30
+    assert compared >= 18
 
 
 def test_schemas_under_beams() -> None:

@@ -71,7 +71,7 @@ def test_forced_chains_change_no_bit(kind: str, temperature: float) -> None:
         assert with_chains.stats.num_forced_tokens > 0 and with_chains.stats.num_steps < without.stats.num_steps
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2, alike=["kind"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_to_draft_changes_no_bit(kind: str) -> None:
     """With and without forced chains, greedy and drawn."""
@@ -92,7 +92,7 @@ def test_every_way_to_draft_changes_no_bit(kind: str) -> None:
         assert set(guessed) == {"ngram", "lookahead", "jacobi", "draft_model"} and guessed["jacobi"] > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, alike=["kind"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_process_gives_the_same(kind: str) -> None:
     """Masks cross to the worker, and where the draft lane rolls, what it has rolled crosses back before."""
