@@ -111,7 +111,7 @@ def test_little_is_computed_twice(name: str, share: float) -> None:
     answers whose lengths nobody knows, rows stay below 1.15 x those that are needed, and nobody is preempted again and
     again."""
     seed = len(name)
-    jobs = WORKS[name].jobs(seed, 150)
+    jobs = WORKS[name].jobs(seed, 100)
     caching = WORKS[name].shared > 0 or seed % 2 == 0
     roomy = Run(jobs, 20_000, caching)
     tight = Run(jobs, int(roomy.most * share), caching)
@@ -124,7 +124,7 @@ def test_little_is_computed_twice(name: str, share: float) -> None:
 def test_the_pool_is_not_left_empty(name: str) -> None:
     """Caution must not cost more than it saves, where a step takes 8 ms and a row 0.6 (the default model on two
     cores)."""
-    jobs = WORKS[name].jobs(1, 150)
+    jobs = WORKS[name].jobs(1, 80)
     roomy = Run(jobs, 20_000, False)
     careful = Run(jobs, roomy.most // 2, False)
     with pytest.MonkeyPatch.context() as patch:

@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=80, stateful_step_count=30, derandomize=True, deadline=None)
+TestMachine.settings = settings(max_examples=50, stateful_step_count=30, derandomize=True, deadline=None)
 
 
 @pytest.mark.long

@@ -159,7 +159,7 @@ def one_thread() -> Iterator[None]:
 
 def test_five() -> None:
     """Every token, every bit of every score, every beam index."""
-    for case in cases(100, seed=5):
+    for case in cases(60, seed=5):
         assert_equal(case, search(case), "5")
 
 
@@ -182,11 +182,13 @@ def test_five_at_length() -> None:
         assert_equal(case, search(case), "5")
 
 
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["beams", "groups"])
-def test_four_as_recorded(kind: str) -> None:
+def test_four_as_recorded(kind: str, first: int) -> None:
+    """Every second case."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     assert recorded["transformers"] == "4.38.2"
-    for case, want in recorded[kind]:
+    for case, want in recorded[kind][first::2]:
         assert_equal(case, want, "4.38")
 
 

@@ -133,7 +133,7 @@ def test_logits_are_never_looked_at(context: Context, seed: int) -> None:
     asked = case(seed)
     for backend in (NativeBackend(context.library, torch.float32), ReferenceBackend(torch.float32)):
         whole = read(backend, asked, ROWS, sealed=False)
-        for piece in (ROWS, 10, 1):
+        for piece in calls.either(context, [ROWS, 10, 1], [10]):
             assert_same(read(backend, asked, piece, sealed=True), whole)
             assert_same(read(backend, asked, piece, sealed=True, room=True), whole)
 
