@@ -29,11 +29,11 @@ def work(vocab):
     capped = calls.soft_cap(context, torch.from_numpy(x), 3.0).numpy()
     found.append(np.allclose(capped, 3.0 * np.tanh(x / 3.0), atol=1e-5))
 
-for vocab in (1, 3, 500, 70000, 700000):  # 700000: of a size that malloc otherwise maps by itself
+for vocab in (1, 3, 500, 70000):  # 70000: of a size that malloc otherwise maps by itself
     work(vocab)
     other = threading.Thread(target=work, args=(vocab,))
     other.start(), other.join()
-assert len(found) == 20 and all(found), found
+assert len(found) == 16 and all(found), found
 elsewhere = np.frombuffer(mmap.mmap(-1, 4096), np.float32).reshape(1, -1)
 try:
     calls.argmax(context, elsewhere)

@@ -47,8 +47,15 @@ Checkpoints = Callable[[str], Checkpoint]
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Each family's model is made once, when it is first asked for."""
-    return cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
+    """Each family's model is made once, when it is first asked for; the logits of none are nearly flat."""
+
+    @cache
+    def make(name: str) -> Checkpoint:
+        checkpoint = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        assert checkpoint.logits.std() > 0.05
+        return checkpoint
+
+    return make
 
 
 def make_backend(name: str, dtype: torch.dtype = torch.float32) -> Backend:
@@ -118,11 +125,8 @@ def test_greedy_texts_through_the_engine(
 
 
 def test_the_checkpoints_can_show_something(checkpoints: Checkpoints) -> None:
-    """Texts vary, windows matter, and logits are not nearly flat."""
-    for family in FAMILIES:
-        checkpoint = checkpoints(family)
-        assert checkpoint.logits.std() > 0.05, family
-    assert any(len(set(text)) > 5 for family in FAMILIES for text in checkpoints(family).texts)
+    """Texts vary."""
+    assert any(len(set(text)) > 5 for text in checkpoints("olmo2").texts)
 
 
 def test_sampling_in_a_crowd_and_alone(checkpoints: Checkpoints) -> None:
