@@ -114,8 +114,7 @@ def test_any_size_on_every_instruction_set(
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_rows_and_few_agree_where_k_is_cut_differently(context: Context, dtype: torch.dtype) -> None:
-    x = normal(either(context, 300, 150), 1301, seed=1, dtype=dtype)
-    weight = normal(70, 1301, seed=2, dtype=dtype)
+    x, weight = (normal(n, 1301, seed=n, dtype=dtype) for n in (either(context, 300, 150), 70))
     linear = Linear.pack(context, weight)
     whole = linear(x)
     assert_near(whole, x, weight, None)
@@ -138,8 +137,7 @@ def test_an_outputs_nan_and_infinity_stay_in_it(context: Context, dtype: torch.d
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("k", [4096, 4099, 6144])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
-    x = normal(30, k, seed=1, dtype=torch.bfloat16)
-    weight = normal(either(context, 300, 70), k, seed=2, dtype=torch.bfloat16)
+    x, weight = (normal(n, k, seed=n, dtype=torch.bfloat16) for n in (30, either(context, 300, 70)))
     linear = Linear.pack(threads(context, 1), weight)
     whole = linear(x)
     assert_near(whole, x, weight, None)
@@ -150,14 +148,13 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(context: Context, dtype: torch.dtype) -> None:
-    num_rows = either(context, 331, 150)
-    x, weight = normal(num_rows, 131, seed=1, dtype=dtype), normal(97, 131, seed=2, dtype=dtype)
+    x, weight = (normal(n, 131, seed=n, dtype=dtype) for n in (either(context, 331, 150), 97))
     linear = Linear.pack(context, weight)
     whole = linear(x)
     linear.context = threads(context, 1)
     for rows in either(context, [*range(1, 71), 144, 145, 300], ON_DEVICES):
         assert torch.equal(linear(x[:rows]), whole[:rows])
-    for rows in (1, 7, 20, num_rows - 131):
+    for rows in (1, 7, 20, len(x) - 131):
         assert torch.equal(linear(x[-rows:]), whole[-rows:])
 
 
