@@ -43,13 +43,15 @@ def pods(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check_pod(pod: dict[str, Any]) -> None:
-    """Not root; whatever is mounted is a volume, and the other way round; there is room in /dev/shm."""
+    """Not root; whatever is mounted is a volume, and the other way round."""
     assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 10001
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     [container] = pod["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts.keys() == volumes.keys() and mounts["shm"] == "/dev/shm"
-    assert volumes["shm"]["emptyDir"]["medium"] == "Memory" and container["resources"]["requests"]["memory"]
+    assert mounts.keys() == volumes.keys() and container["resources"]["requests"]["memory"]
+    # Ray's object store needs it, and nothing of ours does: what ranks exchange lies in memory without a place
+    assert mounts.get("shm") == ("/dev/shm" if container["image"] == "pagedec-ray" else None)
+    assert "shm" not in volumes or volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
 def test_every_file_is_looked_at() -> None:
