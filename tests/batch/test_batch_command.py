@@ -171,6 +171,8 @@ def test_signals(
     count = len(read_output(out))
     left = f"pagedec: interrupted: {count} of 60 lines are answered in {out}; the same command goes on with the rest"
     assert 2 <= count < 60 and capsys.readouterr().err.splitlines()[-1] == left
+    assert run(source, out, *flags) == 0
+    assert f"pagedec: 60 lines answered, {count} of them before, 0 with errors; " in capsys.readouterr().err
 
 
 def test_after_a_restart_the_same_command_would_start_over(

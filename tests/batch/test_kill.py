@@ -56,6 +56,7 @@ def check(records: list[dict[str, Any]], expected: list[dict[str, Any]], num_fau
     assert all(fault["message"].startswith(f"line {fault['line']}: ") for fault in named)
 
 
+@pytest.mark.long
 def test_a_killed_job_goes_on(llm: LLM, tiny: Path, tmp_path: Path) -> None:
     lines: list[Any] = [*good_lines(120)]
     for i, bad in enumerate(BAD):
