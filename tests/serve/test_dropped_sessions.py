@@ -35,6 +35,14 @@ ADA, BOB = "ada-0123456789abcdef", "bob-0123456789abcdef"
 KINDS = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collector_looks_at_little() -> None:
+    """Whatever is there by now it passes over: it is asked for dozens of times here, and what other tests have imported
+    would take most of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 async def asked(what: Callable[[], Any]) -> Any:
     """What a client's method returns, one for coroutines or for threads. Nothing else holds it: neither what the loop
     has just told this coroutine, nor a thread."""
@@ -114,7 +122,7 @@ def test_a_session_that_is_dropped_while_it_is_asked(serve: Serve) -> None:
         gc.collect()
         session: Any = client.session(PROMPT)
         stop = threading.Event()
-        collector = threading.Thread(target=lambda: [gc.collect(1) for _ in iter(stop.is_set, True)])
+        collector = threading.Thread(target=lambda: [gc.collect(1) for _ in iter(lambda: stop.wait(0.001), True)])
         collector.start()
         try:
             for _ in range(40):
