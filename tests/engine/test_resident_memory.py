@@ -84,17 +84,27 @@ def save(directory: Path, num_files: int, dtype: torch.dtype = torch.bfloat16) -
     return directory
 
 
+class Models(dict[str, Path]):
+    """One model in each form that weights come in, made where somebody asks for it."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+
+    def __missing__(self, form: str) -> Path:
+        if form == "sharded":
+            made = save(self.top / form, 5)
+        elif form.endswith("gguf"):
+            kind = GGMLQuantizationType.F16 if form == "gguf" else GGMLQuantizationType.Q8_0
+            made = write_model(self["halves"], self.top / f"{form.split()[0]}.gguf", kind)
+        else:
+            made = save(self.top / form, 1, torch.float16 if form == "halves" else torch.bfloat16)
+        self[form] = made
+        return made
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model in each form that weights come in."""
-    top = tmp_path_factory.mktemp("models")
-    halves = save(top / "halves", 1, torch.float16)
-    return {
-        "safetensors": save(top / "one", 1),
-        "sharded": save(top / "several", 5),
-        "gguf": write_model(halves, top / "halves.gguf", GGMLQuantizationType.F16),
-        "quantised gguf": write_model(halves, top / "bytes.gguf", GGMLQuantizationType.Q8_0),
-    }
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def measure(model: Path, cache: Path, lengths: tuple[int, ...] = (), **arguments: Any) -> list[dict[str, int]]:
@@ -120,7 +130,7 @@ def grown(before: dict[str, int], after: dict[str, int], name: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "gguf", "quantised gguf"])
-def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_are_in_memory_once(form: str, models: Models, tmp_path: Path) -> None:
     """Packed, and nothing of the file beside it; and loading has needed little more."""
     if form == "quantised gguf":
         measure(models[form], tmp_path)  # converts
@@ -132,14 +142,14 @@ def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path
 
 
 @pytest.mark.long
-def test_int8_weights_are_in_memory_once(models: dict[str, Path], tmp_path: Path) -> None:
+def test_int8_weights_are_in_memory_once(models: Models, tmp_path: Path) -> None:
     before, loaded = measure(models["safetensors"], tmp_path, quantization="int8")
     assert grown(before, loaded, "RssFile") < LIBRARIES
     assert PACKED / 2 < grown(before, loaded, "VmRSS") < PACKED / 2 + LIBRARIES + REST
 
 
 @pytest.mark.long
-def test_the_pool_takes_memory_as_blocks_are_used(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_pool_takes_memory_as_blocks_are_used(models: Models, tmp_path: Path) -> None:
     """A pool of 8 GiB costs what its used blocks hold."""
     block = 2 * 2 * LAYERS * 16 * KV_WIDTH
     pool = (8 << 30) // block
@@ -185,7 +195,7 @@ def starved(model: Path, num_bytes: int, **arguments: object) -> list[str]:
 
 
 @pytest.mark.long
-def test_weights_that_do_not_fit_are_told(models: dict[str, Path]) -> None:
+def test_weights_that_do_not_fit_are_told(models: Models) -> None:
     error, warning = starved(models["safetensors"], 150 * MIB, num_blocks=2)
     size = "has weights of 276 MiB, which this machine does not give; 150 MiB available (limit of "
     assert error.startswith(f"model is '{models['safetensors']}': {size}")
@@ -195,13 +205,13 @@ def test_weights_that_do_not_fit_are_told(models: dict[str, Path]) -> None:
     assert warning.endswith("the system may end the process; quantization int8 takes a byte a weight, int4 half of one")
 
 
-def test_a_pool_that_does_not_fit_is_told(models: dict[str, Path]) -> None:
+def test_a_pool_that_does_not_fit_is_told(models: Models) -> None:
     error, *_ = starved(models["safetensors"], 1024 * MIB, kv_cache_memory="4GiB")
     assert error.startswith("kv_cache_memory is 4294967296: must be less: the KV pool would take 4.00 GiB, which this ")
 
 
 @pytest.mark.long
-def test_a_pool_that_fits_is_not(models: dict[str, Path]) -> None:
+def test_a_pool_that_fits_is_not(models: Models) -> None:
     assert not [line for line in starved(models["safetensors"], 1024 * MIB) if "must be less" in line]
 
 

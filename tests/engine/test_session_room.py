@@ -60,8 +60,8 @@ def test_dead_history_is_pruned(tiny: Tiny) -> None:
         other = session.fork()
         stream = other.stream(DRAWN, max_tokens=90)  # it keeps the history that it began on
         next(stream)
-        for _ in range(30):
-            session.generate(DRAWN, n=4, max_tokens=60, logprobs=0)
+        for _ in range(12):
+            session.generate(DRAWN, n=8, max_tokens=60, logprobs=0)
             session.rollback(session.num_tokens - len(PROMPT))
         *_, output = stream
         sizes = len(session._branch.place[0]), llm.engine.sessions.num_tokens
