@@ -19,7 +19,7 @@ int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const 
   pd_device_plan &own = *(pd_device_plan *)p;
   DeviceMemory &resident = own.resident;
   if (own.device != context->device) resident.clear(), own.device = context->device;
-  const Turn turn(*context);  // afterwards: to free memory may leave this thread on another device
+  const Turn turn(*context);
   if (!turn) {
     p->words.clear();
     return fail("pd_attn_plan: another thread works in this context");
