@@ -43,7 +43,7 @@ def test_more_rows_than_are_read_out_at_once(device: Tiny, tiny: Tiny) -> None:
     num = READ_ROWS + 7
     prompts = [[5 + i % 100, 9 + i % 7, i % 131] for i in range(num)]
     params = [
-        SamplingParams(seed=i, max_tokens=2 + i % 5, min_tokens=i % 3, repetition_penalty=1 + i % 2) for i in range(num)
+        SamplingParams(seed=i, max_tokens=2 + i % 3, min_tokens=i % 3, repetition_penalty=1 + i % 2) for i in range(num)
     ]
     rows = {"num_blocks": 2 * num, "max_num_seqs": 256, "max_num_batched_tokens": 512}
     said = []

@@ -37,6 +37,7 @@ def test_a_script_for_vllm_runs_but_for_its_import(tmp_path: Path, capsys: pytes
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_offline_example(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         runpy.run_path(str(EXAMPLES / "offline.py"))["main"]()
