@@ -72,6 +72,13 @@ def text_server(server_loop: Loop) -> Iterator[Serving]:
     serving.close()
 
 
+@pytest.fixture(scope="session")
+def text_llm() -> Iterator[LLM]:
+    """The default model without a server."""
+    with LLM("smollm2", num_blocks=96, max_model_len=512) as made:
+        yield made
+
+
 @pytest.fixture
 def llm(tiny_path: Path) -> Iterator[LLM]:
     """The tiny model without a server."""

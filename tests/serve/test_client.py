@@ -232,8 +232,9 @@ TEXTS: dict[str, RequestParams] = {
 QUESTION = "Name a color:"
 
 
-def test_texts_are_as_offline(text_server: Serving) -> None:
-    with LLM("smollm2", num_blocks=96, max_model_len=512) as llm, client_of(text_server) as client:
+def test_texts_are_as_offline(text_server: Serving, text_llm: LLM) -> None:
+    llm = text_llm
+    with client_of(text_server) as client:
         wanted = llm.generate([QUESTION] * len(TEXTS), list(TEXTS.values()), use_tqdm=False)
         got = client.generate([QUESTION] * len(TEXTS), list(TEXTS.values()), use_tqdm=False)
         assert [plain(output) for output in got] == [plain(output) for output in wanted]

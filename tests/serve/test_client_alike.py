@@ -165,24 +165,18 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def smol() -> Any:
-    with LLM("smollm2", num_blocks=96, max_model_len=512) as made:
-        yield made
-
-
-def test_mistakes(text_server: Serving, smol: LLM) -> None:
+def test_mistakes(text_server: Serving, text_llm: LLM) -> None:
     """The server repeats nothing; the client knows what it has sent."""
     with client_of(text_server) as client:
         for name, wrong in WRONG.items():
-            assert said(wrong, client) == said(wrong, smol), name
+            assert said(wrong, client) == said(wrong, text_llm), name
         with pytest.raises(PagedecError, match=r"^priority is 1099511627776: must be from -2147483648 to 2147483647$"):
             client.generate("a", FEW, priority=[2**40])
 
 
-def test_trees_show_texts(text_server: Serving, smol: LLM) -> None:
+def test_trees_show_texts(text_server: Serving, text_llm: LLM) -> None:
     beams = BeamSearchParams(beam_width=3, max_tokens=6)
-    [want] = smol.generate("Once upon a time", beams, use_tqdm=False)
+    [want] = text_llm.generate("Once upon a time", beams, use_tqdm=False)
     with client_of(text_server) as client:
         [got] = client.generate("Once upon a time", beams)
         assert plain(got) == plain(want) and got.tree().svg() == want.tree().svg()

@@ -42,8 +42,9 @@ SEARCHES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_searches_find_the_same(text_server: Serving) -> None:
-    with LLM("smollm2", num_blocks=96, max_model_len=512) as llm, client_of(text_server) as client:
+def test_searches_find_the_same(text_server: Serving, text_llm: LLM) -> None:
+    llm = text_llm
+    with client_of(text_server) as client:
         for name, search in SEARCHES.items():
             with llm.session(PROMPT, seed=1) as own, client.session(PROMPT, seed=1) as far:
                 assert search(far) == search(own), name

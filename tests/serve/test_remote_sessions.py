@@ -30,10 +30,11 @@ Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
 
 
-def test_sessions_are_as_offline(text_server: Serving) -> None:
+def test_sessions_are_as_offline(text_server: Serving, text_llm: LLM) -> None:
     """Each call, one after the other, on both."""
     params = SamplingParams(temperature=0.9, max_tokens=8, logprobs=1)
-    with LLM("smollm2", num_blocks=96, max_model_len=512) as llm, client_of(text_server) as client:
+    llm = text_llm
+    with client_of(text_server) as client:
         with llm.session("Once upon a time", seed=7) as own, client.session("Once upon a time", seed=7) as far:
             for session in (own, far):
                 assert session.name == "0" and session.text == "Once upon a time"
