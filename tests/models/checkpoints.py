@@ -3,8 +3,9 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ VARIANTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """A saved model and what transformers makes of it in fp32."""
 
@@ -142,8 +143,24 @@ class Checkpoint:
     tokens: list[int]
     logits: torch.Tensor
     """fp32 [len(tokens), vocab]"""
-    texts: list[list[int]]
-    """Greedy answers to `GREEDY_PROMPTS`, the end token included."""
+    model: transformers.PreTrainedModel
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Greedy answers to `GREEDY_PROMPTS`, the end token included. They take longer than all else: who asks waits
+        for them."""
+        return [greedy_text(self.model, prompt) for prompt in GREEDY_PROMPTS]
+
+
+@torch.no_grad()
+def greedy_text(model: Any, prompt: Sequence[int], num_new_tokens: int = NUM_NEW_TOKENS) -> list[int]:
+    """What transformers answers."""
+    ids = torch.tensor([prompt])
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=False, use_cache=True
+    )
+    text: list[int] = whole[0, len(prompt) :].tolist()
+    return text
 
 
 @torch.no_grad()
@@ -159,12 +176,4 @@ def make_checkpoint(chosen: Variant, path: Path) -> Checkpoint:
             parameter.uniform_(middle - 0.5, middle + 0.5)
     model.save_pretrained(path, max_shard_size=chosen.max_shard_size)
     tokens = torch.randint(0, VOCAB, (chosen.length,))
-    logits = model(tokens[None]).logits[0].float()
-    texts = []
-    for prompt in GREEDY_PROMPTS:
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW_TOKENS, do_sample=False, use_cache=True
-        )
-        texts.append(whole[0, len(prompt) :].tolist())
-    return Checkpoint(path, tokens.tolist(), logits, texts)
+    return Checkpoint(path, tokens.tolist(), model(tokens[None]).logits[0].float(), model)

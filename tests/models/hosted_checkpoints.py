@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.checkpoints import greedy_text
 
 VOCAB = 131
 LENGTH = 70
@@ -48,15 +51,19 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
-    """A saved model, the logits fp32 [LENGTH, vocab] that transformers computes, and its greedy answers to
-    `PROMPTS`."""
+    """A saved model, and the logits fp32 [LENGTH, vocab] that transformers computes."""
 
     path: Path
     tokens: list[int]
     logits: torch.Tensor
-    texts: list[list[int]]
+    model: Any
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Its greedy answers to `PROMPTS`, made when they are first asked for."""
+        return [greedy_text(self.model, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
@@ -115,10 +122,4 @@ def make_checkpoint(model_type: str, path: Path, **changes: Any) -> Checkpoint:
     model = tiny_model(tiny_config(model_type, **changes))
     model.save_pretrained(path)
     tokens = torch.randint(3, VOCAB, (LENGTH,))
-    logits = model(tokens[None], use_cache=False).logits[0]
-    texts = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
-        texts.append(whole[0, len(prompt) :].tolist())
-    return Checkpoint(path, tokens.tolist(), logits, texts)
+    return Checkpoint(path, tokens.tolist(), model(tokens[None], use_cache=False).logits[0], model)

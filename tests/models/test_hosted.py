@@ -3,8 +3,8 @@ itself."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -33,6 +33,7 @@ from pagedec.runtime.loading import load_model
 from pagedec.runtime.runner import LaneRunner
 from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.random_tree import RandomTreeParams
+from tests.forked import forked
 from tests.models.hosted_checkpoints import FAMILIES, NUM_NEW_TOKENS, PROMPTS, Checkpoint, make_checkpoint, tiny_config
 from tests.support import all_logits
 
@@ -256,8 +257,14 @@ def test_weights_that_do_not_fit(checkpoints: Checkpoints, tmp_path: Path) -> No
 
 def test_native_models_start_without_transformers(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    code = (
-        f"import sys; from pagedec import LLM; LLM({str(tmp_path)!r}, load_format='dummy', skip_tokenizer_init=True,"
-        "num_blocks=8); assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=300)
+
+    def start() -> None:
+        """With modules of pagedec's that are imported anew."""
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("pagedec", "transformers")]:
+            del sys.modules[name]
+        importlib.import_module("pagedec").LLM(
+            str(tmp_path), load_format="dummy", skip_tokenizer_init=True, num_blocks=8
+        )
+        print("pagedec.build" in sys.modules, "transformers" in sys.modules)
+
+    assert forked(start) == (0, "True False\n")
