@@ -47,7 +47,7 @@ def crowd(cache: Cache, context: Context) -> list[Branch]:
     nodes = 3 if is_small else 18
     trees = [cache.branch(n, 2 + nodes, random_tree(generator, 2, nodes)) for n in (60, 140, 525)]
     prefill = cache.branch(70, 70) if is_small else cache.branch(200, 200)
-    return [prompt, *forks, prefill, *trees, cache.branch(1), *([] if is_small else [cache.branch(2048)])]
+    return [prompt, *forks, prefill, *trees, cache.branch(1), cache.branch(1024 if is_small else 2048)]
 
 
 @pytest.mark.sampled(14)
