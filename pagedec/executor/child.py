@@ -48,16 +48,25 @@ def main(descriptor: int, load: str) -> None:
     gc.enable()
     channel = Channel(socket.socket(fileno=descriptor))
     try:
+        work(channel, load)
+    except Exception:
+        sys.exit(1)  # the engine tells of it, in a line of its log
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)  # memory and devices are the kernel's to clear: Python would take apart torch first, for 0.3 s
+
+
+def work(channel: Channel, load: str) -> None:
+    """`serve` until the engine is gone, or has no more steps. Raises what breaks the worker; the engine knows."""
+    try:
         serve(channel, load)
-    except Gone:  # the engine is, or has no more steps
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(0)  # memory and devices are the kernel's to clear: Python would take apart torch first, for 0.3 s
+    except Gone:
+        return
     except Exception as error:
         error.add_note(_whence())
         with contextlib.suppress(Gone):  # who has lost another rank has closed it, and has the cause of this
             channel.send(Kind.BROKEN, pack_error(error))
-        sys.exit(1)  # the engine tells of it, in a line of its log
+        raise
 
 
 def serve(channel: Channel, load: str) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from pagedec.config import EngineConfig
 from pagedec.environment import gpus_of_a_rank, prepare_ray, ray_address, told_to_actors
 from pagedec.errors import InvalidArgument
-from pagedec.executor.channel import Channel, Gone
-from pagedec.executor.child import serve
+from pagedec.executor.channel import Channel
+from pagedec.executor.child import work
 from pagedec.executor.fork_server import import_path
 from pagedec.executor.group import WorkerGroup
 from pagedec.executor.process import LOAD_WORKER, STOP_SECONDS
@@ -218,8 +218,7 @@ class _Actor:
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         introduce(end, token, rank)
-        with suppress(Gone):  # the engine is, or has no more steps
-            serve(Channel(end), load)
+        work(Channel(end), load)
 
 
 def _set_niceness(niceness: int) -> None:

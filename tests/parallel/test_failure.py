@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import socket
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -18,6 +20,8 @@ from pagedec.errors import InvalidArgument
 from pagedec.executor.channel import Channel, Gone, Kind
 from pagedec.executor.child import _carry_out, serve
 from pagedec.executor.failure import pack_error, unpack_error
+from pagedec.executor.ray import _Actor
+from pagedec.executor.reception import HELLO_BYTES
 from pagedec.runtime.loading import Ranks
 from tests.parallel.test_ranks_ahead import Sleepy, Told, step_of
 
@@ -131,6 +135,25 @@ def test_a_file_that_was_cut_off_is_not_an_engine_that_is_gone(loading: Callable
 def test_what_the_caller_has_done_wrong_is_said_in_a_line(loading: Callable[[str], Any]) -> None:
     error = loading("refused")
     assert isinstance(error, InvalidArgument) and not hasattr(error, "__notes__")
+
+
+def test_an_actor_that_cannot_read_what_it_is_told() -> None:
+    """A node of a cluster with another version, say: Ray names the method that has ended, and not why."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        token, niceness = "token", os.getpriority(os.PRIO_PROCESS, 0)
+        given = "127.0.0.1", listener.getsockname()[1], token, 0, niceness, f"{HERE}:refused"
+        with ThreadPoolExecutor() as pool:
+            run = pool.submit(_Actor("[]").run, *given)
+            end, _ = listener.accept()
+            with end:
+                assert json.loads(end.recv(HELLO_BYTES, socket.MSG_WAITALL))["token"] == token
+                channel = Channel(end)
+                order = {"config": {"of_another_version": 1}, "rank": 0, "world": 1}
+                channel.send(Kind.LOAD, json.dumps(order).encode())
+                kind, payload = channel.receive()
+            assert isinstance(run.exception(20), InvalidArgument)
+    error = unpack_error(payload)
+    assert kind == Kind.BROKEN and isinstance(error, InvalidArgument) and "of_another_version" in str(error)
 
 
 def test_a_step_that_reads_what_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
