@@ -168,12 +168,16 @@ def test_it_ends_with_the_last_engine(path: Path) -> None:
     assert server not in rest and worker not in rest and not is_running(server)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
-    "last", ["os.kill(os.getpid(), 9)", "raise SystemExit", "os.fork() or __import__('time').sleep(3)"]
+    "last",
+    [
+        "os.kill(os.getpid(), 9)",
+        pytest.param("raise SystemExit", marks=pytest.mark.long),
+        pytest.param("os.fork() or __import__('time').sleep(3)", marks=pytest.mark.long),
+    ],
 )
 def test_it_ends_with_its_process(path: Path, last: str) -> None:
-    """However that ends; a fork of it does not hold it."""
+    """However that ends, without any `if __name__ == ...`; and so do workers. A fork of it does not hold it."""
     worker, server = in_a_process(MAKES.format(path=str(path)) + last)[:2]
     wait_for(lambda: not is_running(server) and not is_running(worker), 2.5 if "fork" in last else 60.0)
 
