@@ -77,7 +77,7 @@ class LaneBuilder:
         self._topk: list[int] = []
         self._topk_k = 0
         self._logprobs: list[tuple[int, int]] = []
-        self._banned: list[tuple[int, int]] = []
+        self._banned: list[tuple[int, tuple[int, ...]]] = []
         self._ranking: Ranking | None = None
         self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._roll_slots: list[int] = []
@@ -104,7 +104,7 @@ class LaneBuilder:
         self._draw_positions.append(position)
         self._draw_records.append(record)
         if banned:
-            self._banned += [(len(self._read_rows), token) for token in banned]
+            self._banned.append((len(self._read_rows), banned))
         self._read_rows.append(row)
         return draw
 
@@ -137,7 +137,7 @@ class LaneBuilder:
             row += len(own)
         if stopping.min_tokens:
             for i, query in enumerate(queries):
-                self._banned += [(first + i, token) for token in stopping.banned(query.branch.stop_state)]
+                self._banned.append((first + i, stopping.banned(query.branch.stop_state)))
         self._read_rows += range(first_row, first_row + len(queries))
         return out
 
@@ -225,7 +225,7 @@ class LaneBuilder:
         rows.update(zip(nodes, range(first, first + len(nodes)), strict=True))
         if stopping.min_tokens:
             for node in nodes:
-                self._banned += [(rows[node], token) for token in stopping.banned(state, depths[node])]
+                self._banned.append((rows[node], stopping.banned(state, depths[node])))
 
     # ---- rows that are processed or reported
     @property
@@ -307,7 +307,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         moves = (NO_INTS, NO_INTS) if pool.offload is None else pool.offload.take_moves()
-        topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        topk, logprobs, banned = self._topk, _pairs(self._logprobs), _each(self._banned)
         verified = _pairs(self._verified)
         best_rows, best_groups = (NO_BEST_ROWS, NO_BEST_GROUPS) if self._ranking is None else self._ranking.arrays()
         forward = LaneForward(
@@ -375,3 +375,13 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         return NO_INTS, NO_INTS
     array = np.array(pairs, np.int32)
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
+
+
+def _each(given: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of each row with each of its tokens. They may be a vocabulary, of many rows the same one."""
+    if not given:
+        return NO_INTS, NO_INTS
+    tokens = {id(own): own for _, own in given}
+    arrays = {name: np.array(own, np.int32) for name, own in tokens.items()}
+    rows = np.array([row for row, _ in given], np.int32).repeat([len(own) for _, own in given])
+    return rows, np.concatenate([arrays[id(own)] for _, own in given])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pagedec.core.block import BlockPool
@@ -145,3 +147,25 @@ def test_a_forward_cannot_be_written_into() -> None:
     ]
     assert len(arrays) > 15
     assert [name for name, value in arrays if value.flags.writeable] == []
+
+
+class Walked(tuple[int, ...]):
+    """Counts how often somebody has gone through it."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).num_walks += 1
+        return super().__iter__()
+
+
+def test_stop_tokens_are_not_walked_through_for_each_row() -> None:
+    """They may be a vocabulary, and all requests wait for the layout."""
+    pool, ends = BlockPool("target", 40, BLOCK, 8), Walked(range(3, 50))
+    builder = LaneBuilder(pool)
+    for _ in range(20):
+        builder.add_plain(table_of(pool, 1, 1), 1, 10, draw_record(SAMPLER, 1), ends)
+    forward = builder.finish(CopyPlan(pool))
+    assert Walked.num_walks <= 1
+    assert forward.banned_rows.tolist() == [row for row in range(20) for _ in range(47)]
+    assert forward.banned_tokens.tolist() == [*range(3, 50)] * 20
