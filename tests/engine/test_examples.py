@@ -70,6 +70,7 @@ def test_the_example_of_recommendation(capsys: pytest.CaptureFixture[str]) -> No
         assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.long
 def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(runpy.run_path(str(EXAMPLES / "async_llm.py"))["main"]())
     lines = capsys.readouterr().out.splitlines()

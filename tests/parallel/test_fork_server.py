@@ -104,6 +104,7 @@ def test_workers_begin_after_one_another_and_nothing_stays() -> None:
     wait_for(lambda: num_descriptors(server.pid) == before[0] and not children(server.pid))
 
 
+@pytest.mark.long
 def test_the_server_is_killed(llm: LLM) -> None:
     """Its workers go with it, as if they had been killed; others come from another server, and tokens are the same."""
     expected: list[Tokens] = right_answers(llm)
