@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -106,16 +107,28 @@ def node_states(constraint: Constraint, stops: frozenset[int], state: Any, draft
     return states
 
 
-def without(allowed: Allowed, banned: Sequence[int], vocab_size: int) -> Allowed:
+def without(allowed: Allowed, banned: tuple[int, ...], vocab_size: int) -> Allowed:
     """What is allowed but for `banned`; all of it where nothing else is: an answer that can only end, ends."""
     if allowed is not None and allowed.dtype != np.uint32:
-        left = allowed[~np.isin(allowed, banned)]
+        left = allowed[~np.isin(allowed, _ids(banned))]
         return left if len(left) else allowed
-    left = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32) if allowed is None else allowed.copy()
-    for token in banned:
-        if token >> 5 < len(left):
-            left[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32) if allowed is None else allowed
+    left = words & ~_words(banned, len(words))
     return left if left.any() else allowed
+
+
+@lru_cache(maxsize=8)
+def _ids(tokens: tuple[int, ...]) -> np.ndarray:
+    """A request's stop tokens, of which there may be a vocabulary, for all of its rows."""
+    return np.array(tokens, np.int64)
+
+
+@lru_cache(maxsize=8)
+def _words(tokens: tuple[int, ...], width: int) -> np.ndarray:
+    """The same as `width` words of bits; what lies behind them is left out."""
+    ids, bits = _ids(tokens), np.zeros(width * 32, np.uint8)
+    bits[ids[ids < len(bits)]] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def outside(tokens: np.ndarray, vocab_size: int) -> bool:

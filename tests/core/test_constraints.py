@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -370,3 +370,24 @@ def test_what_stands_behind_a_forbidden_token_is_cut_off_or_an_error() -> None:
         cut_within(constraint, stopping, 0, 0, (1, 5), 99)
     cut, _ = cut_within(constraint, stopping, 0, 0, (1, 2, 3), 2)
     assert cut.tokens == (1, 2) and cut.reason == "length"
+
+
+class Walked(tuple[int, ...]):
+    """Counts how often somebody has gone through it."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).num_walks += 1
+        return super().__iter__()
+
+
+def test_stop_tokens_are_taken_out_of_masks_without_walking_through_them_for_each_row() -> None:
+    """They may be nearly the vocabulary, of which 70 is no whole number of words, and lie behind a mask's end."""
+    for ends in (Walked(range(2, 69)), Walked([0, 31, 32, 95, 200])):
+        whole = np.packbits(np.arange(96) % 3 == 0, bitorder="little").view(np.uint32)
+        for allowed in [None, whole, np.array([1, 2, 31, 69], np.int32)] * 5:
+            left = without(allowed, ends, 70)
+            before, after = ([token for token in range(70) if permits(some, token)] for some in (allowed, left))
+            assert after == [token for token in before if not tuple.__contains__(ends, token)]
+    assert Walked.num_walks <= 2
