@@ -25,7 +25,7 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
   const int lane = thread_index() % kWarp, own = thread_index() / kWarp * kWarp, dim = h.head_dim;
   const int parts = (dim + kWarp - 1) / kWarp;
   const int merges = h.splits.count * h.q_heads * parts;  // fewer than the numbers of their records
-  const int64_t stride = (int64_t)h.q_heads * (dim + 2);
+  const int stride = h.q_heads * (dim + 2);
   for (int i = block_index() * kWarps + own / kWarp; i < merges; i += num_grid_blocks() * kWarps) {
     const int of = i / parts;
     const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[of / h.q_heads]];
@@ -35,7 +35,8 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
     for (int left = (row.end - 1) / CHUNK - row.merge_chunk; left > 0; left -= kWarp) {
       from += stride;
       float chunks[kWarp];
-      PD_UNROLL for (int c = 0; c < kWarp; c++) chunks[c] = c < left && d < dim ? from[c * stride + d] : 0.0f;
+      const float *column = from + (d < dim ? d : 0);
+      PD_UNROLL for (int c = 0; c < kWarp; c++, column += stride) chunks[c] = c < left ? *column : 0.0f;
       const bool is_there = lane < left;
       const float of_m = is_there ? from[lane * stride + dim] : 0.0f;
       const float of_l = is_there ? from[lane * stride + dim + 1] : 0.0f;

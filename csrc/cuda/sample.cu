@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kRoom = 2048;
 
-PD_KERNEL(kRowThreads) sample_kernel(pd_sample_args a) {
+PD_KERNEL_BLOCKS(kRowThreads, 1) sample_kernel(pd_sample_args a) {
   SHARED_ARRAY(uint64_t, list, kRoom);
   SHARED_ARRAY(uint32_t, low, kBins);
   SHARED_ARRAY(uint32_t, high, kBins);
