@@ -173,7 +173,7 @@ def test_an_actor_runs_at_the_engine_s_niceness(monkeypatch: pytest.MonkeyPatch)
 
     own, (reading, writing) = os.getpriority(os.PRIO_PROCESS, 0), os.pipe()
     found = lambda *_: os.write(writing, str(os.getpriority(os.PRIO_PROCESS, 0)).encode())  # noqa: E731
-    monkeypatch.setattr(places, "serve", found)
+    monkeypatch.setattr(places, "work", found)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         child = os.fork()
         if child == 0:
