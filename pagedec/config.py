@@ -249,7 +249,8 @@ class ParallelConfig:
     num_threads: int | None = option(
         None,
         Integer(
-            "threads of the CPU kernels, of each process; none: as many as torch uses, shared by a machine's processes",
+            "threads of the CPU kernels, of each process; none: as many as torch uses, at most a container's quota of "
+            "processors, shared by a machine's processes",
             low=1,
             high=4096,
             optional=True,

@@ -123,6 +123,11 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
+def says_threads() -> bool:
+    """Whether somebody has chosen how many threads OpenMP is to have."""
+    return "OMP_NUM_THREADS" in os.environ
+
+
 def quiet_grpc() -> None:
     """Keep gRPC's library from writing lines of its own to standard error, unless the user has said how much it writes.
     It reads this when it is imported, so it must be set before."""

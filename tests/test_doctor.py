@@ -64,6 +64,11 @@ def test_a_default_model_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest
     assert doctor.model_facts()["smollm2"] == f"{path}, which cannot be read: No such file or directory"
 
 
+def test_a_quota_of_processors_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedec.runtime.processors.quota", lambda *root: 1.5)
+    assert doctor.processor_facts()["cpu"].endswith(" usable cores, a quota of 1.5")
+
+
 def test_a_poorer_processor_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDEC_ISA", raising=False)
     monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))

@@ -61,11 +61,13 @@ def version_facts() -> Facts:
 def processor_facts() -> Facts:
     import torch
 
+    from pagedec.runtime.processors import quota
+
     name, flags = cpu_facts()
     shown = [flag for flag in SHOWN_FLAGS if flag in flags]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": f"{name}, {usable} usable cores",
+        "cpu": f"{name}, {usable} usable cores" + (f", a quota of {given:g}" if (given := quota()) else ""),
         "instruction sets": " ".join(shown) or "unknown",
         "threads": f"torch uses {torch.get_num_threads()}; {kernel_threads()}",
     }
@@ -73,11 +75,12 @@ def processor_facts() -> Facts:
 
 def kernel_threads() -> str:
     from pagedec.kernels import library
+    from pagedec.runtime.processors import default_threads
 
     try:
         loaded = library.load()
         unit = "multiprocessors of a device" if loaded.isa in library.DEVICES else "(OpenMP)"
-        return f"the kernels use {loaded.context().num_threads} {unit}"
+        return f"the kernels use {loaded.context(default_threads()).num_threads} {unit}"
     except (library.LibraryNotFound, library.KernelError, OSError):
         return "no compiled kernels"
 

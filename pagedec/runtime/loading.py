@@ -50,6 +50,7 @@ from pagedec.runtime.memory import is_out_of_memory, shown_size
 from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.numbers import NAMES, chosen_dtype, is_on_device
 from pagedec.runtime.pool import KvPool
+from pagedec.runtime.processors import default_threads
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_blocks, target_pool, weight_bytes
 from pagedec.runtime.worker import Worker
@@ -97,9 +98,13 @@ def choose_backend(
     Raises InvalidArgument for float16 on a CPU's kernels, and for more threads than the machine can run.
     """
     kv_kind = KvKind.PLAIN if kv_cache_dtype == "auto" else KvKind[kv_cache_dtype.upper()]
-    if parallel.num_threads is not None:
-        _check_threads(parallel.num_threads)
-        torch.set_num_threads(parallel.num_threads)
+    num_threads = parallel.num_threads
+    if num_threads is not None:
+        _check_threads(num_threads)
+    elif (given := default_threads()) < torch.get_num_threads():
+        num_threads = given
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     if parallel.attention_backend != "reference":
         try:
             library, numbers = _loaded(parallel.attention_backend), NAMES.get(dtype, torch.bfloat16)
@@ -108,7 +113,7 @@ def choose_backend(
             if dtype == "float16":
                 raise InvalidArgument("dtype", dtype, "must be bfloat16, float32 or auto on a CPU")
             # those of kernels are told, since torch's number is of the calling thread alone
-            return NativeBackend(library, numbers, quantization, parallel.num_threads or 0, 0, kv_kind)
+            return NativeBackend(library, numbers, quantization, num_threads or 0, 0, kv_kind)
         except LibraryNotFound as error:
             if (isa := environment.read("PAGEDEC_ISA")) in DEVICES:
                 raise InvalidArgument("PAGEDEC_ISA", isa, f"is not available: {error}") from error
@@ -351,7 +356,7 @@ def _share_of(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, int]:
     parallel, cache = config.parallel, config.cache
     sizes = [getattr(cache, name) for name in POOL_SIZES]
     if parallel.num_threads is None:
-        parallel = dataclasses.replace(parallel, num_threads=max(1, torch.get_num_threads() // sharers))
+        parallel = dataclasses.replace(parallel, num_threads=max(1, default_threads() // sharers))
     # Ray lets each rank see a device of its own
     is_alone = parallel.executor == "ray" and environment.gpus_of_a_rank() > 0
     of_a_device, share = 1 if is_alone else math.ceil(sharers / _num_devices(parallel)), cache.memory_utilization

@@ -11,7 +11,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from pagedec.runtime import control_groups
+from pagedec.runtime.control_groups import number, read
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 60  # version 1 writes the largest number of pages where there is no limit
@@ -37,7 +40,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class _Files:
     """Where one version of control groups keeps a group's numbers. `stat`: its field of the page cache that nobody uses
     now."""
 
@@ -46,8 +49,12 @@ class _Version:
     stat: tuple[str, ...]
 
 
-VERSION_1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "inactive_file"))
-VERSION_2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file",))
+FILES = {
+    control_groups.VERSION_1: _Files(
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "inactive_file")
+    ),
+    control_groups.VERSION_2: _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file",)),
+}
 
 
 def available_memory(root: Path = ROOT) -> Memory:
@@ -61,26 +68,14 @@ def sources(root: Path = ROOT) -> list[Memory]:
     return [_of_machine(root), *_of_groups(root), *_of_address_space(root)]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> int | None:
-    word = text.strip()
-    return int(word) if word.isascii() and word.isdecimal() else None
-
-
 def _fields(text: str) -> dict[str, int]:
     """Lines of a name and a number, as "MemFree:  123 kB" (in bytes then) or "inactive_file 123"."""
     found = {}
     for line in text.splitlines():
         words = line.replace(":", " ", 1).split()
-        number = _number(words[1]) if len(words) > 1 else None
-        if number is not None:
-            found[words[0]] = number << 10 if words[2:] == ["kB"] else number
+        value = number(words[1]) if len(words) > 1 else None
+        if value is not None:
+            found[words[0]] = value << 10 if words[2:] == ["kB"] else value
     return found
 
 
@@ -93,7 +88,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # ---- the machine
 def _of_machine(root: Path) -> Memory:
-    fields = _fields(_read(root / "proc/meminfo"))
+    fields = _fields(read(root / "proc/meminfo"))
     if "MemAvailable" in fields:
         return Memory(fields["MemAvailable"], "MemAvailable of /proc/meminfo")
     if "MemFree" in fields:  # Linux before 3.14
@@ -111,74 +106,28 @@ def _of_machine(root: Path) -> Memory:
 # ---- control groups
 def _of_groups(root: Path) -> Iterator[Memory]:
     """What each group leaves, from this process's own up to the one that is mounted."""
-    seen = set()
-    for version, mount, group in _places(root):
-        for depth in range(len(group.parts), -1, -1):
-            directory = mount.joinpath(*group.parts[:depth])
-            if directory not in seen:
-                seen.add(directory)
-                yield from _of_group(root, version, directory)
+    for version, directory in control_groups.groups(root, "memory"):
+        yield from _of_group(root, FILES[version], directory)
 
 
-def _of_group(root: Path, version: _Version, directory: Path) -> Iterator[Memory]:
-    limits = [_number(_read(directory / name)) for name in version.limits]
+def _of_group(root: Path, files: _Files, directory: Path) -> Iterator[Memory]:
+    limits = [number(read(directory / name)) for name in files.limits]
     given = [limit for limit in limits if limit is not None and limit < NO_LIMIT]
-    usage = _number(_read(directory / version.usage))
+    usage = number(read(directory / files.usage))
     if not given or usage is None:
         return
-    stat = _fields(_read(directory / "memory.stat"))
-    idle = next((stat[name] for name in version.stat if name in stat), 0)  # pages of files, which can be read again
+    stat = _fields(read(directory / "memory.stat"))
+    idle = next((stat[name] for name in files.stat if name in stat), 0)  # pages of files, which can be read again
     left = max(0, min(given) - max(0, usage - idle))
     name = f"/{directory.relative_to(root).as_posix()}"
     yield Memory(left, f"limit of {shown_size(min(given))} in the control group {name}")
 
 
-def _places(root: Path) -> Iterator[tuple[_Version, Path, PurePosixPath]]:
-    """For each hierarchy that bounds memory: its version, where it is mounted, and this process's group below that."""
-    groups: dict[_Version, PurePosixPath] = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            groups[VERSION_2] = PurePosixPath(path)
-        elif "memory" in controllers.split(","):
-            groups[VERSION_1] = PurePosixPath(path)
-    for version, top, mount in _mounts(root):
-        group = groups.get(version)
-        if group is not None:
-            inside = group.is_relative_to(top) and ".." not in group.parts  # else it is told from another root
-            yield version, mount, group.relative_to(top) if inside else PurePosixPath()
-
-
-def _mounts(root: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
-    """The mounted hierarchies: version, the group that is mounted, and where. A container sees its own group mounted
-    alone."""
-    text = _read(root / "proc/self/mountinfo")
-    if not text:
-        yield VERSION_2, PurePosixPath("/"), root / "sys/fs/cgroup"
-        yield VERSION_1, PurePosixPath("/"), root / "sys/fs/cgroup/memory"
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        words, kind = before.split(), after.split()
-        if len(words) < 5 or len(kind) < 3:
-            continue
-        top, place = PurePosixPath(_unescaped(words[3])), root / _unescaped(words[4]).lstrip("/")
-        if kind[0] == "cgroup2":
-            yield VERSION_2, top, place
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield VERSION_1, top, place
-
-
-def _unescaped(text: str) -> str:
-    """A path of mountinfo, where a space is \\040."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
 # ---- the process
 def _of_address_space(root: Path) -> Iterator[Memory]:
     """What `ulimit -v` leaves: there a pool counts in full, used or not."""
-    match = re.search(r"^Max address space +(\d+) ", _read(root / "proc/self/limits"), re.MULTILINE)
-    used = _fields(_read(root / "proc/self/status")).get("VmSize")
+    match = re.search(r"^Max address space +(\d+) ", read(root / "proc/self/limits"), re.MULTILINE)
+    used = _fields(read(root / "proc/self/status")).get("VmSize")
     limit = NO_LIMIT if match is None else int(match[1])
     if used is not None and limit < NO_LIMIT:
         yield Memory(max(0, limit - used), f"limit of {shown_size(limit)} on the address space (ulimit -v)")

@@ -1,0 +1,36 @@
+"""How many processors this process may keep busy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagedec import environment
+from pagedec.runtime.control_groups import VERSION_2, groups, number, read
+
+ROOT = Path("/")
+
+
+def quota(root: Path = ROOT) -> float | None:
+    """The least time that a control group gives this process, in processors; None where none bounds it. `root`: where
+    proc and sys are."""
+    given = []
+    for version, directory in groups(root, "cpu"):
+        if version == VERSION_2:
+            time, _, period = read(directory / "cpu.max").partition(" ")
+        else:
+            time, period = read(directory / "cpu.cfs_quota_us"), read(directory / "cpu.cfs_period_us")
+        microseconds, of = number(time), number(period)  # "max", and -1 in version 1, are no numbers: no bound
+        if microseconds and of:
+            given.append(microseconds / of)
+    return min(given, default=None)
+
+
+def default_threads(root: Path = ROOT) -> int:
+    """As many as torch uses, but no more than whole processors of a quota: with more, all of them stand still once a
+    period's time (of 100 ms, mostly) is used up, and each of the kernels waits for its last thread. OMP_NUM_THREADS is
+    somebody's choice, and stands."""
+    of_torch = torch.get_num_threads()
+    given = None if environment.says_threads() else quota(root)
+    return of_torch if given is None else max(1, min(of_torch, int(given)))
