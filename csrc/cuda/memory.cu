@@ -112,6 +112,7 @@ int carry(pd_context *context, const HostArray *arrays, int num_arrays) {
     packed.insert(packed.end(), from, from + arrays[i].num_bytes);
     packed.resize((packed.size() + kAlignment - 1) / kAlignment * kAlignment);
   }
+  const OnDevice on(context->device);
   if (context->carried.reserve((int64_t)packed.size())) return -1;
   const char *place = (const char *)context->carried.get();
   for (int i = 0; i < num_arrays; i++) {
@@ -121,6 +122,7 @@ int carry(pd_context *context, const HostArray *arrays, int num_arrays) {
   return pd_memory_write(context, context->carried.get(), packed.data(), (int64_t)packed.size());
 }
 void *place_of_answer(pd_context *context, void *, int64_t num_bytes) {
+  const OnDevice on(context->device);
   return context->answers.reserve(num_bytes) ? nullptr : context->answers.get();
 }
 int bring(pd_context *context, void *to, const void *from, int64_t num_bytes) {

@@ -14,12 +14,13 @@ from pagedec import LLM, SamplingParams
 from pagedec.core.forward import LaneForward
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.library import KernelError, available_isas
+from pagedec.kernels.library import EMULATED_DEVICE, KernelError, Library, available_isas, load
 from pagedec.kernels.native_roll import NativeRoller
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime.runner import LaneRunner
 from tests.engine.crowd import Tiny
 from tests.engine.test_speculation import drafted_by
+from tests.kernels import cuda_library
 from tests.models.checkpoints import make_checkpoint, variant
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="there are no compiled kernels")
@@ -129,6 +130,22 @@ def test_what_cannot_be_is_refused(tiny: Tiny, tiny_path: Path) -> None:
     record.chains = None
     with pytest.raises(KernelError, match="pd_roll: chains is NULL"):
         runner.backend.context.roll(record)  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+def test_what_a_roll_is_given_lies_on_its_device(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the thread's: another rank of this process has one beside it."""
+    library = load(EMULATED_DEVICE)
+    other, begin = library.context(0, 0), DeviceBackend.__init__
+    assert other.num_threads == 3 and library.functions.pd_emulate_device(-1) == 0
+
+    def on_second(own: DeviceBackend, library: Library, dtype: torch.dtype, *rest: Any) -> None:
+        begin(own, library, dtype, rest[0], rest[1], 1, *rest[3:])
+
+    monkeypatch.setattr(DeviceBackend, "__init__", on_second)
+    llm = device(speculative_config=drafted_by(tiny_path))
+    llm.generate([[5, 9]], SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.4), use_tqdm=False)
+    assert llm.engine.stats.drafts["draft_model"].num_drafts > 0 and llm.engine.stats.num_failed_steps == 0
 
 
 def test_a_slot_that_nobody_wrote_is_seen(tiny: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
