@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pagedec.config import ParallelConfig
 from pagedec.runtime.loading import choose_backend
-from pagedec.runtime.processors import default_threads, quota
+from pagedec.runtime.processors import default_threads, quota, quota_threads
 
 V2 = {"proc/self/cgroup": "0::/a/b", "proc/self/mountinfo": "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"}
 V1 = {
@@ -75,11 +77,18 @@ def test_what_somebody_has_said_stands(tmp_path: Path, monkeypatch: pytest.Monke
     assert default_threads(root) == 4
 
 
-@pytest.mark.parametrize(("said", "threads"), [(None, 2), (3, 3)])
+@pytest.mark.parametrize(("said", "threads"), [(None, 3), (5, 5)])
 def test_an_engine_keeps_to_it(said: int | None, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = machine(tmp_path, V2 | {"sys/fs/cgroup/a/b/cpu.max": "200000 100000"})
-    monkeypatch.setattr("pagedec.runtime.loading.default_threads", lambda: default_threads(root))
-    backend = choose_backend(ParallelConfig(num_threads=said), "auto")
-    assert torch.get_num_threads() == threads
-    if backend.name != "reference":
-        assert backend.context.num_threads == threads  # type: ignore[attr-defined]
+    root = machine(tmp_path, V2 | {"sys/fs/cgroup/a/b/cpu.max": "300000 100000"})
+    monkeypatch.setattr("pagedec.runtime.loading.quota_threads", lambda: quota_threads(root))
+    for which in ("an engine", "its draft model, or a second engine"):
+        backend = choose_backend(ParallelConfig(num_threads=said), "auto")
+        assert torch.get_num_threads() == threads, which
+        if backend.name != "reference":
+            assert threads_elsewhere(backend) == threads, which
+
+
+def threads_elsewhere(backend: Any) -> int:
+    """How many a thread would use that has not heard of torch's number, as an engine's own."""
+    with ThreadPoolExecutor(1) as pool:
+        return int(pool.submit(lambda: backend.context.num_threads).result())
