@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(tiny: Tiny, tiny_path: Path) -> None:
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
-def test_what_a_roll_is_given_lies_on_its_device(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_roll_is_given_is_on_its_device(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is the thread's: another rank of this process has one beside it."""
     library = load(EMULATED_DEVICE)
     other, begin = library.context(0, 0), DeviceBackend.__init__
