@@ -318,11 +318,14 @@ class WorkersGone(RuntimeError):
 
 class DeviceLost(RuntimeError):
     """A device carries nothing out for this process any more, as a GPU does not when one of its kernels has failed. The
-    engine ends with that."""
+    engine ends with that.
+
+    `outputs` has one entry for each prompt of the call that it has ended, as `CallInterrupted` has them.
+    """
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
-        self.cause = cause
+        self.cause, self.outputs = cause, list[Any]()
 
     def __str__(self) -> str:
         return f"the device is lost to this process, which must be started anew: {self.cause}"

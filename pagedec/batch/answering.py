@@ -96,8 +96,8 @@ class LineAnswering:
         return None
 
     def step(self) -> list[Answered]:
-        """Wait until some lines are answered, or for a moment. Raises `DeviceError` where nothing can be carried out
-        any more."""
+        """Wait until some lines are answered, or for a moment. Raises `DeviceError` or `DeviceLost` where nothing
+        can be carried out any more."""
         return [self._answered(work, result) for work, result in self._feeder.step()]
 
     def abort(self) -> None:

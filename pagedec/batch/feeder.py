@@ -66,8 +66,8 @@ class Feeder(Generic[K]):
 
     def step(self) -> list[tuple[K, list[RequestOutput] | PagedecError]]:
         """Wait until some keys are complete, or for TURN_SECONDS. Returns those that are, with the outputs of their
-        prompts in order, or with the error that ended one of these. Raises `DeviceError` where nothing can be carried
-        out any more."""
+        prompts in order, or with the error that ended one of these. Raises `DeviceError` or `DeviceLost` where
+        nothing can be carried out any more."""
         turn = time.monotonic() + TURN_SECONDS
         self.llm.loop.drive(lambda: bool(self._complete or self._lost) or not self._groups or time.monotonic() > turn)
         if self._lost is not None:

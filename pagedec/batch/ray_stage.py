@@ -34,8 +34,8 @@ class GenerateStage:
         self._params = self._llm.get_default_sampling_params() if params is None else params
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a batch of columns. Raises `InvalidArgument` where the column is missing, `DeviceError` where nothing
-        can be carried out any more."""
+        """Answer a batch of columns. Raises `InvalidArgument` where the column is missing, `DeviceError` or
+        `DeviceLost` where nothing can be carried out any more."""
         if self._column not in batch:
             raise InvalidArgument("column", self._column, f"must be one of the batch: {', '.join(batch)}")
         rows = list(batch[self._column])

@@ -36,7 +36,7 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
-from pagedec.errors import InvalidArgument, counted
+from pagedec.errors import DeviceLost, InvalidArgument, WorkersGone, counted
 from pagedec.fields import Flag, Integer, check_fields, option
 
 if TYPE_CHECKING:
@@ -228,5 +228,8 @@ def _run(job: BatchJob, config: EngineConfig, progress: bool | None, options: Ba
     except KeyboardInterrupt:
         say(f"interrupted: {_left(job, options)}")
         return INTERRUPTED
+    except (DeviceLost, WorkersGone) as error:
+        say(f"error: {error}; {_left(job, options)}")
+        return FAILED
     say(_summary(summary))
     return DONE

@@ -30,7 +30,7 @@ from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
 from pagedec.config import EngineConfig
-from pagedec.errors import OR_TOKEN_IDS, InvalidArgument, ModelFileError, PagedecError, counted
+from pagedec.errors import OR_TOKEN_IDS, DeviceLost, InvalidArgument, ModelFileError, PagedecError, counted
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -246,6 +246,10 @@ def _answer(chat: Chat, screen: Screen, line: str, interactive: bool, verbose: b
         if not interactive:
             raise
         return
+    except DeviceLost:
+        if screen.begun:
+            screen.end()
+        raise
     screen.end()
     if chat.last is None:
         return

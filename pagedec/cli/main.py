@@ -27,7 +27,7 @@ from pagedec.cli.console import (
 )
 from pagedec.cli.parser import Parser
 from pagedec.cli.signals import ended_by_signals
-from pagedec.errors import InvalidArgument, PagedecError
+from pagedec.errors import DeviceLost, InvalidArgument, PagedecError, WorkersGone
 
 SERVE = "serve"
 LEAST_FILES = 64
@@ -88,8 +88,8 @@ def check_files() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0: done, 1: the output could not be written, 2: the caller's mistake; both are said in one
-    line."""
+    """Run one command; 0: done, 1: the output could not be written, or nothing can be carried out any more, 2: the
+    caller's mistake; all are said in one line."""
     given = sys.argv[1:] if argv is None else argv
     named = next((text for text in given if not text.startswith("-")), None)
     with ended_by_signals() if named == SERVE else contextlib.nullcontext():
@@ -111,6 +111,9 @@ def _run(argv: Sequence[str]) -> int:
         return status
     except PagedecError as error:
         return refuse(error)
+    except (DeviceLost, WorkersGone) as error:
+        say(f"error: {error}")
+        return FAILED
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Unpack
 
-from pagedec.errors import CallInterrupted, InvalidArgument, RequestsFailed
+from pagedec.errors import CallInterrupted, DeviceLost, InvalidArgument, RequestsFailed
 from pagedec.fields import Integer
 from pagedec.inputs import Array, CallArgs, Prompt, as_list, check_call, check_no_lora, with_token_ids
 from pagedec.llm.beams import beam_output
@@ -58,7 +58,8 @@ class LLM(Front):
 
         A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises
         `RequestsFailed`, which carries all outputs; `on_error="return"` returns them, and the failed ones have an
-        `error`. Ctrl-C raises `CallInterrupted`, a `KeyboardInterrupt` with the outputs that are finished.
+        `error`. Ctrl-C raises `CallInterrupted`, a `KeyboardInterrupt` with the outputs that are finished; so has
+        `DeviceLost`, behind which nothing can run in this process.
         """
         check_call("generate", of_vllm)
         return_errors = _checked(use_tqdm, lora_request, on_error)
@@ -215,6 +216,9 @@ class LLM(Front):
                 self.loop.drive(lambda: collection.done)
             except KeyboardInterrupt as interrupt:
                 raise CallInterrupted(collection.finished()) from interrupt
+            except DeviceLost as lost:
+                lost.outputs = collection.finished()
+                raise
             finally:
                 if not collection.done:  # after an error or an interrupt nothing may stay behind
                     for job in jobs:

@@ -46,6 +46,23 @@ def test_a_call_is_told_and_every_later_one(tiny: Tiny) -> None:
         assert llm.engine.stats.num_failed_steps == num_failed and llm.engine.scheduler.requests == []
 
 
+def test_what_a_call_had_finished_comes_with_the_error(tiny: Tiny) -> None:
+    """It may be hours of work."""
+    llm = tiny()
+    longer = PARAMS.clone(max_tokens=9)
+    [expected] = llm.generate([[5, 9]], PARAMS, use_tqdm=False)
+
+    def when_one_runs_on() -> None:
+        if len(llm.engine.unfinished) == 1:
+            lose(llm.engine.executor)
+
+    llm.loop.after_step.append(when_one_runs_on)
+    with pytest.raises(DeviceLost, match=TOLD) as caught:
+        llm.generate([[7], [5, 9]], [longer, PARAMS], use_tqdm=False)
+    none, one = caught.value.outputs
+    assert none is None and one.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 @pytest.fixture
 def emulated_loss() -> Iterator[Callable[[bool], None]]:
     if cuda_library.path() is None:
