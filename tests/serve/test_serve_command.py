@@ -102,13 +102,13 @@ def long(num_tokens: int) -> pb.GenerateStreamRequest:
 def test_a_drain(started: Callable[..., Process]) -> None:
     """Not serving; a grace in which requests are let in; then none; what runs ends, or is aborted; status 0."""
     process = started("--drain-grace", "1.0", "--drain-timeout", "1.0", "--log-format", "json").ready()
-    short = process.generation.GenerateStream(long(30))
     endless = long(16000)
     endless.client_request_id = "endless"
     call = process.generation.GenerateStream(endless)
-    next(short), next(call)
     watch = process.health.Watch(ASKED, timeout=30)
-    assert next(watch).status == 1
+    assert next(call) and next(watch).status == 1
+    short = process.generation.GenerateStream(long(30))
+    next(short)  # the last one: it must still run now
     process.signal()
     assert next(watch).status == 2
     once = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(2))
