@@ -136,8 +136,9 @@ def test_what_cannot_be_is_refused(tiny: Tiny, tiny_path: Path) -> None:
 def test_what_a_roll_is_given_is_on_its_device(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is the thread's: another rank of this process has one beside it."""
     library = load(EMULATED_DEVICE)
+    library.functions.pd_emulate_device(0)
     other, begin = library.context(0, 0), DeviceBackend.__init__
-    assert other.num_threads == 3 and library.functions.pd_emulate_device(-1) == 0
+    assert other.num_threads == 3 and library.functions.pd_emulate_in_use(0) == 1
 
     def on_second(own: DeviceBackend, library: Library, dtype: torch.dtype, *rest: Any) -> None:
         begin(own, library, dtype, rest[0], rest[1], 1, *rest[3:])
