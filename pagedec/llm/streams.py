@@ -48,6 +48,7 @@ class Stream:
         """It is over because its reader's side said so."""
         self._news: deque[_News] = deque()
         self._grown: dict[int, _Growing] = {}
+        self._ends: frozenset[int] | None = None
         self._common: _Growing | None = None
         """What all answers have in common, of those that are told of together."""
 
@@ -175,14 +176,19 @@ class Stream:
     ) -> dict[int, _Growing]:
         """All answers go on with these tokens. Their text is made once."""
         if self._common is None:
-            self._common = _Growing(0, self.writer.stream(self.job.params))
+            self._common = _Growing(0, self._text())
         self._common.push(token_ids, logprobs)
         return {rank: self._growing(rank) for rank in range(self.job.params.num_answers)}
+
+    def _text(self) -> TextStream | None:
+        if self._ends is None:
+            self._ends = self.writer.ends(self.job.params)
+        return self.writer.stream(self.job.params, self._ends)
 
     def _growing(self, rank: int) -> _Growing:
         growing = self._grown.get(rank)
         if growing is None:
-            text = self.writer.stream(self.job.params) if self._common is None else None
+            text = self._text() if self._common is None else None
             growing = self._grown[rank] = _Growing(rank, text, self._told.get(rank))
         if self._common is not None:
             growing.follow(self._common.so_far)

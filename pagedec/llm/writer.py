@@ -83,18 +83,22 @@ class Writer:
             data = data[: len(data) - behind]
         return data.decode("utf-8", "replace")
 
-    def stream(self, params: RequestParams) -> TextStream | None:
-        """What gives the same text in pieces; None where there is no text."""
+    def ends(self, params: RequestParams) -> frozenset[int]:
+        """The tokens that may be an answer's end and no text: of a request a vocabulary, perhaps."""
+        return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)))
+
+    def stream(self, params: RequestParams, ends: frozenset[int] | None = None) -> TextStream | None:
+        """What gives the same text in pieces; None where there is no text. `ends`: those of `params`, where all of a
+        request's answers share them."""
         if self.tokenizer is None or not params.detokenize:
             return None
-        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
         return TextStream(
             self.tokenizer.byte_table,
             tuple(params.stop or ()),
             min_tokens=params.min_tokens,
             include_stop_string=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            ends=ends,
+            ends=self.ends(params) if ends is None else ends,
         )
 
     def check_told(self, resume: Resume | None, params: RequestParams) -> None:

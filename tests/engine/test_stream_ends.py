@@ -86,3 +86,14 @@ def test_a_stop_token_is_no_text_for_who_reads_before_the_end_was_put_in(
             token_ids += output.outputs[0].token_ids
     last = Table.byte_table.token_bytes(end).decode() if include else ""
     assert "".join(texts) == "one two " + last and token_ids == [0, 1, end]
+
+
+def test_the_answers_of_a_request_share_its_stop_tokens() -> None:
+    """They may be a vocabulary: of 64 answers each had 4 MB of its own."""
+    params = SamplingParams(n=3, stop_token_ids=[2], output_kind=RequestOutputKind.DELTA)
+    stream = Stream(Job("a", None, [5], params), Writer(Table(), (3,)))  # type: ignore[arg-type]
+    for rank in range(3):
+        stream.tokens(rank, [0], None)
+    assert len(list(stream.read())[0].outputs) == 3
+    ends = [growing._text._ends for growing in stream._grown.values() if growing._text is not None]
+    assert len(ends) == 3 and ends[0] == {2, 3} and all(own is ends[0] for own in ends)
