@@ -136,8 +136,11 @@ def pause_after(failure: Exception, pauses: int, is_safe: bool) -> float | None:
 
 def pause_between(failure: Exception, pauses: int) -> float | None:
     """Seconds after which a stream that was interrupted may go on, after so many pauses before; None: never."""
-    if isinstance(failure, ServerError) and failure.reason in CROWDED:
-        return failure.retry or LONG_PAUSE
+    if isinstance(failure, ServerError):
+        # A full proxy has no details; where nothing was interrupted before, it is the answer that is too large.
+        is_turned_away = failure.status == "RESOURCE_EXHAUSTED" and not failure.reason and pauses > 0
+        if failure.reason in CROWDED or is_turned_away:
+            return failure.retry or LONG_PAUSE
     return pause_after(failure, pauses, is_safe=True)
 
 

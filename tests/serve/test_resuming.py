@@ -14,6 +14,7 @@ import pytest
 
 from pagedec import BeamSearchParams, RequestOutput, SamplingParams
 from pagedec.client import AsyncClient, Client, ServerError
+from pagedec.client.failures import pause_between
 from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.generation_service import GenerationService
@@ -36,10 +37,15 @@ class Breaking:
     def __init__(self) -> None:
         self.after: int | None = None
         self.asked: list[pb.GenerateStreamRequest] = []
+        self.is_full = False
+        """A proxy before them turns one away that comes to go on, as Ray Serve's does: without details."""
 
     def around(self, whole: Any) -> Any:
         async def broken(service: Any, request: Any, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
             self.asked.append(request)
+            if self.is_full and request.HasField("resume"):
+                self.is_full = False
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "dropped due to backpressure")
             num_told = 0
             async for message in whole(service, request, context):
                 yield message
@@ -163,6 +169,20 @@ def test_a_seed_that_the_server_has_drawn(serve: Serve, breaking: Breaking) -> N
         breaking.after = None
         [*_, again] = client.stream(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, seed=second.seed))
     assert plain(again) == plain(output)
+
+
+def test_a_proxy_that_is_full(serve: Serve, breaking: Breaking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says no more than RESOURCE_EXHAUSTED, as gRPC does of an answer that is too large, which is not asked anew."""
+    monkeypatch.setattr("pagedec.client.failures.LONG_PAUSE", 0.01)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    served, breaking.after = serve(), None
+    with client_of(served) as client:
+        whole, breaking.asked = list(client.stream(PROMPT, params))[-1], []
+        breaking.after, breaking.is_full = 2, True
+        told = list(client.stream(PROMPT, params))[-1]
+    assert told.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert not breaking.is_full and len(breaking.asked) > 2
+    assert pause_between(ServerError("RESOURCE_EXHAUSTED", "", "larger than max"), 0) is None
 
 
 def test_for_coroutines(serve: Serve, breaking: Breaking) -> None:
