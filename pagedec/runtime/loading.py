@@ -50,7 +50,7 @@ from pagedec.runtime.memory import is_out_of_memory, shown_size
 from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.numbers import NAMES, chosen_dtype, is_on_device
 from pagedec.runtime.pool import KvPool
-from pagedec.runtime.processors import default_threads, quota_threads
+from pagedec.runtime.processors import default_threads
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_blocks, target_pool, weight_bytes
 from pagedec.runtime.worker import Worker
@@ -98,10 +98,10 @@ def choose_backend(
     Raises InvalidArgument for float16 on a CPU's kernels, and for more threads than the machine can run.
     """
     kv_kind = KvKind.PLAIN if kv_cache_dtype == "auto" else KvKind[kv_cache_dtype.upper()]
-    num_threads = quota_threads() if parallel.num_threads is None else parallel.num_threads
+    num_threads = default_threads() if parallel.num_threads is None else parallel.num_threads
     if parallel.num_threads is not None:
         _check_threads(parallel.num_threads)
-    if num_threads is not None:
+    if num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
     if parallel.attention_backend != "reference":
         try:
@@ -111,7 +111,7 @@ def choose_backend(
             if dtype == "float16":
                 raise InvalidArgument("dtype", dtype, "must be bfloat16, float32 or auto on a CPU")
             # those of kernels are told, since torch's number is of the calling thread alone
-            return NativeBackend(library, numbers, quantization, num_threads or 0, 0, kv_kind)
+            return NativeBackend(library, numbers, quantization, num_threads, 0, kv_kind)
         except LibraryNotFound as error:
             if (isa := environment.read("PAGEDEC_ISA")) in DEVICES:
                 raise InvalidArgument("PAGEDEC_ISA", isa, f"is not available: {error}") from error

@@ -27,15 +27,10 @@ def quota(root: Path = ROOT) -> float | None:
     return min(given, default=None)
 
 
-def quota_threads(root: Path = ROOT) -> int | None:
+def default_threads(root: Path = ROOT) -> int:
     """As many as torch uses, but no more than a quota's processors, rounded: with more, all of them stand still once a
     period's time (of 100 ms, mostly) is used up, and each of the kernels waits for its last thread. Measured: of a
-    quota of 1, two threads take 1.3 times as long as one; of one of 1.5, they take 0.85. None where there is no quota,
-    or where OMP_NUM_THREADS is set, which is somebody's choice, and stands."""
-    given = None if environment.says_threads() else quota(root)
-    return None if given is None else max(1, min(torch.get_num_threads(), int(given + 0.5)))
-
-
-def default_threads(root: Path = ROOT) -> int:
-    """Those, or as many as torch uses."""
-    return quota_threads(root) or torch.get_num_threads()
+    quota of 1, two threads take 1.3 times as long as one; of one of 1.5, they take 0.85. OMP_NUM_THREADS is somebody's
+    choice, and stands."""
+    of_torch, given = torch.get_num_threads(), None if environment.says_threads() else quota(root)
+    return of_torch if given is None else max(1, min(of_torch, int(given + 0.5)))

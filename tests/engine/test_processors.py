@@ -12,7 +12,7 @@ import torch
 
 from pagedec.config import ParallelConfig
 from pagedec.runtime.loading import choose_backend
-from pagedec.runtime.processors import default_threads, quota, quota_threads
+from pagedec.runtime.processors import default_threads, quota
 
 V2 = {"proc/self/cgroup": "0::/a/b", "proc/self/mountinfo": "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"}
 V1 = {
@@ -77,10 +77,14 @@ def test_what_somebody_has_said_stands(tmp_path: Path, monkeypatch: pytest.Monke
     assert default_threads(root) == 4
 
 
-@pytest.mark.parametrize(("said", "threads"), [(None, 3), (5, 5)])
-def test_an_engine_keeps_to_it(said: int | None, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = machine(tmp_path, V2 | {"sys/fs/cgroup/a/b/cpu.max": "300000 100000"})
-    monkeypatch.setattr("pagedec.runtime.loading.quota_threads", lambda: quota_threads(root))
+@pytest.mark.parametrize(
+    ("said", "given", "threads"), [(None, "300000", 3), (5, "300000", 5), (None, "max", 4), (None, "900000", 4)]
+)
+def test_an_engine_keeps_to_it(
+    said: int | None, given: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = machine(tmp_path, V2 | {"sys/fs/cgroup/a/b/cpu.max": f"{given} 100000"})
+    monkeypatch.setattr("pagedec.runtime.loading.default_threads", lambda: default_threads(root))
     for which in ("an engine", "its draft model, or a second engine"):
         backend = choose_backend(ParallelConfig(num_threads=said), "auto")
         assert torch.get_num_threads() == threads, which
