@@ -44,6 +44,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(SOURCES / name, copy / name)
     (copy / "pagedec/lib").mkdir()
     (copy / "pagedec/lib/libpagedec_scalar.so").write_bytes(b"left over from a development build")
+    (copy / ".venv/other").mkdir(parents=True)
+    (copy / ".venv/other/LICENSE").write_text("of a package that is installed in the checkout")
     program = f"from scikit_build_core.build import build_sdist; build_sdist({str(place)!r})"
     subprocess.run([sys.executable, "-c", program], cwd=copy, check=True, capture_output=True, timeout=60)
     [archive] = place.glob("*.tar.gz")
