@@ -9,18 +9,10 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from pagedec.client.connection import (
-    SERVICES,
-    Deadline,
-    Inquiry,
-    Steady,
-    Way,
-    find,
-    remaining,
-    require_open,
-)
+from pagedec.client.connection import SERVICES, Inquiry, Steady, Way, find, require_open
+from pagedec.client.deadlines import Deadline, remaining
 from pagedec.client.dropped import CLOSING_SECONDS, Closing, DroppedBranches, wait_until
-from pagedec.client.failures import ServerError
+from pagedec.client.failures import ClientClosed
 from pagedec.client.token_pieces import Out, TokenPieces
 from pagedec.errors import PagedecError, RequestError
 from pagedec.params import RequestParams
@@ -118,13 +110,13 @@ class AsyncRoute:
         finally:
             self._closings.discard(asyncio.current_task())
 
-    def _ended(self, cancelled: asyncio.CancelledError) -> ServerError:
+    def _ended(self, cancelled: asyncio.CancelledError) -> ClientClosed:
         """What a call has failed with that the client's end has cancelled, and nobody its task. Raises it where it was
         the task."""
         task = asyncio.current_task()
         if not self.is_closed or task is None or task.cancelling():
             raise cancelled
-        return ServerError("CANCELLED", "", "the client was closed")
+        return ClientClosed()
 
     def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
         require_open(self.is_closed)

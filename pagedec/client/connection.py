@@ -14,8 +14,18 @@ import grpc
 
 from pagedec.certificates import read_of_client
 from pagedec.client.asking import FIELDS
+from pagedec.client.deadlines import Deadline, remaining
 from pagedec.client.dropped import CLOSING_SECONDS, Closing, DroppedBranches, wait_until
-from pagedec.client.failures import UNTOLD, ServerError, failure_of, last_of, pause_after, pause_between, recalled
+from pagedec.client.failures import (
+    UNTOLD,
+    ClientClosed,
+    ServerError,
+    failure_of,
+    last_of,
+    pause_after,
+    pause_between,
+    recalled,
+)
 from pagedec.client.telling import Growing
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, Shown
 from pagedec.fields import Integer, Number
@@ -27,8 +37,6 @@ KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
 """While calls run: a server that is gone without a word is noticed so."""
 RESUME_SECONDS = 60.0
 """For which a stream that was interrupted tries to go on."""
-MOST_SECONDS = 1e9
-"""Until a deadline, 31 years: gRPC counts nanoseconds since 1970 in 64 bits, and takes later ones for past."""
 FIRST_RECONNECT_MS, MOST_RECONNECT_MS = 200, 5000
 """A server that was started anew is found soon."""
 OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -44,19 +52,6 @@ SERVICES: tuple[Any, ...] = (
     session_service_pb2_grpc.SessionServiceStub,
     model_service_pb2_grpc.ModelServiceStub,
 )
-
-
-class Deadline(float):
-    """When a call must have ended, by the monotonic clock. `seconds`: what was asked for."""
-
-    seconds: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """So many seconds from now."""
-        made = cls(time.monotonic() + seconds)
-        made.seconds = seconds
-        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +207,7 @@ class Route:
             try:
                 return ask.read(self._call(ask, deadline))
             except grpc.RpcError as error:
-                failure = ask.failure(error, deadline)
+                failure = self.failure(ask, error, deadline)
                 pause = self.way.pause(failure, pauses, deadline, ask.is_safe)
                 if pause is None:
                     raise failure from None
@@ -263,6 +258,11 @@ class Route:
             return call, (done.result() for done in [call])
         call = method(message, **told)
         return call, (answer for answer in call if answer.ByteSize())  # a proxy may send nothing before an error
+
+    def failure(self, ask: Inquiry[Any], error: Any, deadline: Deadline | None) -> PagedecError:
+        """The exception of a call that has failed, perhaps since the client was closed."""
+        is_ours = self.is_closed and error.code() is grpc.StatusCode.CANCELLED
+        return ClientClosed() if is_ours else ask.failure(error, deadline)
 
     def _call(self, ask: Inquiry[Any], deadline: Deadline | None) -> Any:
         method, message, told = self._prepared(ask, deadline)
@@ -357,7 +357,7 @@ class Answers(Generator[T, None, None]):
         """Ask again. Raises the failure where that is no use."""
         if self._closed.is_set():
             return
-        pause, again = self._steady.again(self._ask.failure(error, self._deadline))
+        pause, again = self._steady.again(self._route.failure(self._ask, error, self._deadline))
         if not self._closed.wait(pause):
             self._start(again)
 
@@ -383,8 +383,3 @@ def require_open(is_closed: bool) -> None:
 def find(stubs: list[Any], rpc: str) -> Any:
     """The method of this name that one of the stubs has."""
     return next(getattr(stub, rpc) for stub in stubs if hasattr(stub, rpc))
-
-
-def remaining(deadline: Deadline | None) -> float | None:
-    """Seconds until a deadline, a moment at least: the call ends by it."""
-    return None if deadline is None else min(max(deadline - time.monotonic(), 0.001), MOST_SECONDS)

@@ -35,6 +35,9 @@ KINDS: dict[str, type[InvalidArgument]] = {
 GONE = ("SESSION_NOT_FOUND", "BRANCH_NOT_FOUND")
 REFUSED = ("LOADING", "DRAINING")
 """Why a server lets nothing in: what it is asked then has not begun."""
+LOST = ("UNAVAILABLE", "CANCELLED")
+"""What a lost connection looks like, and a call that nobody here has cancelled: gRPC's library ends so what it has no
+room for, before a server or a proxy has looked at it."""
 CROWDED = ("QUEUE_FULL", "CLIENT_REQUESTS", "CLIENT_TOKENS", "REQUEST_EXISTS")
 """Why another server, or the same one before it has noticed, does not yet let in who was interrupted."""
 FIRST_PAUSE, LONG_PAUSE = 0.2, 1.0
@@ -65,6 +68,14 @@ class ServerError(RequestError):
 
     def __str__(self) -> str:
         return f"{self.status}{', ' if self.reason else ''}{self.reason}: {self.problem}"
+
+
+class ClientClosed(ServerError):
+    """What ran when its client was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("CANCELLED", "", "the client was closed")
+        self.args = ()
 
 
 def failure_of(
@@ -125,7 +136,7 @@ def pause_after(failure: Exception, pauses: int, is_safe: bool) -> float | None:
     `is_safe`."""
     if isinstance(failure, DeviceError):
         return LONG_PAUSE if is_safe else None
-    if not isinstance(failure, ServerError) or failure.status != "UNAVAILABLE":
+    if not isinstance(failure, ServerError) or failure.status not in LOST or isinstance(failure, ClientClosed):
         return None
     if failure.reason in REFUSED:
         return failure.retry or LONG_PAUSE

@@ -22,10 +22,15 @@ LEAST_PING_MS = 10_000
 HANDSHAKE_MS = 20_000
 """Who has connected and says nothing is sent away after this."""
 MAX_METADATA = 16 * 1024
+MAX_INT = 2**31 - 1
+LEAST_UNSEEN = 8192
+"""Calls that have come and that the event loop has not seen yet, at least. gRPC's library ends those beyond with a bare
+CANCELLED; its own bounds are 1000, from where it throws dice, and 3000, which many clients at once exceed."""
 
 
 def options(config: ServerConfig) -> list[tuple[str, Any]]:
     """What a gRPC server is told of connections."""
+    unseen = min(max(LEAST_UNSEEN, 2 * config.max_requests), MAX_INT)
     found: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", config.max_message_size),
         ("grpc.max_send_message_length", -1),
@@ -35,6 +40,8 @@ def options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", LEAST_PING_MS),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.server.max_pending_requests", unseen),
+        ("grpc.server.max_pending_requests_hard_limit", unseen),
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.enable_channelz", int(config.channelz)),

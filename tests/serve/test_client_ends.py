@@ -255,7 +255,7 @@ def test_what_runs_when_the_client_is_closed_fails(serve: Serve, kind: Any) -> N
         cancelled.cancel()
         await asked(client.close)
         for call in calls:
-            with pytest.raises(ServerError, match="^CANCELLED: "):
+            with pytest.raises(ServerError, match="^CANCELLED: the client was closed$"):
                 await call
         with pytest.raises(asyncio.CancelledError):
             await cancelled

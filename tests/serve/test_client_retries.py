@@ -88,6 +88,11 @@ def lose(context: Any) -> None:
     context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
 
+def end(context: Any) -> None:
+    """As gRPC's library does with a call that it has no room for."""
+    context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+
+
 def refuse_item(context: Any) -> None:
     raise Refusal("UNAVAILABLE", "DRAINING", "the server lets no more requests in", 0.01)
 
@@ -126,24 +131,29 @@ def test_what_was_refused_is_asked_again(fickle: tuple[Fickle, str]) -> None:
         assert server.asked == ["GenerateBatch", "item 0", "item 1", "item 2", "GenerateBatch", "item 1"]
 
 
+@pytest.mark.parametrize(("lose", "told"), [(lose, "UNAVAILABLE: Socket closed"), (end, "CANCELLED: CANCELLED")])
 def test_what_was_lost_is_asked_again_where_it_is_safe(
-    fickle: tuple[Fickle, str], monkeypatch: pytest.MonkeyPatch
+    lose: Callable[[Any], None], told: str, fickle: tuple[Fickle, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagedec.client.failures.FIRST_PAUSE", 0.01)
     server, address = fickle
     with Client(address) as client:
         server.plan = [lose]
         assert client.generate([1], FEW)[0].outputs and server.asked == ["Generate"] * 2
+        server.plan = [lose]
+        assert len(client.generate([[1], [2]], FEW, use_tqdm=False)) == 2
+        server.plan = [lose]
+        assert list(client.stream([1], FEW))
         session = client.session([1])
         server.asked.clear()
         server.plan = [lose]
-        with pytest.raises(ServerError, match="^UNAVAILABLE: Socket closed$"):
+        with pytest.raises(ServerError, match=f"^{told}$"):
             session.append([5])
         assert server.asked == ["Append"], "it may have been carried out"
         server.asked.clear()
         server.plan = [None, lose]
         stream = client.stream([1], FEW)
-        with pytest.raises(ServerError, match="^UNAVAILABLE: Socket closed$"):
+        with pytest.raises(ServerError, match=f"^{told}$"):
             list(stream)
         assert server.asked == ["GenerateStream", "more"], "who reads a stream has seen its beginning"
         session.close()

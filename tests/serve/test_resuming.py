@@ -37,6 +37,8 @@ class Breaking:
     def __init__(self) -> None:
         self.after: int | None = None
         self.asked: list[pb.GenerateStreamRequest] = []
+        self.status = grpc.StatusCode.UNAVAILABLE
+        """What they break off with."""
         self.is_full = False
         """A proxy before them turns one away that comes to go on, as Ray Serve's does: without details."""
 
@@ -50,6 +52,8 @@ class Breaking:
             async for message in whole(service, request, context):
                 yield message
                 num_told += bool(message.deltas)
+                if num_told == self.after and self.status is grpc.StatusCode.CANCELLED:
+                    await context.abort(self.status)
                 if num_told == self.after:
                     raise Refusal("UNAVAILABLE", "ENGINE_FAILED", "it is gone")
 
@@ -79,7 +83,7 @@ def breaking() -> Iterator[Breaking]:
 
 @pytest.fixture(autouse=True)
 def _whole_at_first(breaking: Breaking) -> None:
-    breaking.after = None
+    breaking.after, breaking.status = None, grpc.StatusCode.UNAVAILABLE
     breaking.asked.clear()
 
 
@@ -193,8 +197,9 @@ def test_for_coroutines(serve: Serve, breaking: Breaking) -> None:
             return [output async for output in client.generate(PROMPT, params)][-1]
 
     want = asyncio.run(last(CASES["several"]))  # type: ignore[arg-type]
-    breaking.after = 2
-    assert plain(asyncio.run(last(CASES["several"]))) == plain(want)  # type: ignore[arg-type]
+    for breaking.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        breaking.after = 2
+        assert plain(asyncio.run(last(CASES["several"]))) == plain(want)  # type: ignore[arg-type]
 
 
 def test_answers_alike_of_which_one_was_told_further(serve: Serve) -> None:
