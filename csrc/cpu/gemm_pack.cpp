@@ -133,7 +133,7 @@ int pd_pack_int8_weight_only(pd_context *context, const void *w, int64_t n, int6
                        [=](char *to, const uint8_t *q, int64_t padded, int rows) {
                          for (int c = 0; c < rows; c++, q += padded)
                            for (int64_t i = 0; i < k + k % 2; i++)
-                             to[i / 2 * WEIGHT_ONLY_PAIR + c * 2 + i % 2] = i < k ? (char)(q[i] ^ 0x80) : 0;
+                             to[weight_only_at(c, i)] = i < k ? (char)(q[i] ^ 0x80) : 0;
                        });
 }
 }

@@ -1,6 +1,6 @@
-// One tile of rows in fp32 by a panel of bf16, where bf16 are multiplied as fp32: a step is two values of every row and
-// 128 bytes of the panel. Rows are widened once for all panels, and the panel by each tile. An output's products are
-// those of gemm_tile.h, in its order.
+// One tile of rows in fp32 by a panel of bf16, or of int8 beside x in bf16, where bf16 are multiplied as fp32: a step is
+// two values of every row and 128 bytes of the panel, or 64. Rows are widened once for all panels, and the panel by each
+// tile. An output's products are those of gemm_tile.h, in its order.
 #pragma once
 #include "cpu/gemm_tile.h"
 
@@ -9,12 +9,16 @@ namespace pagedec {
 #if PD_LEVEL <= 2
 constexpr int PAIRS_TILE_ROWS = PD_LEVEL == 1 ? 6 : TILE_ROWS;  // beside 12 sums: two of the panel, one of x, a mask
 
-template <bool ODD>
+// The even or the odd values of a step of half a panel.
+template <bool ODD, int PANEL>
 PD_INLINE F16 value_of_pair(const char *panel, OddMask mask) {
+  if constexpr (PANEL == BYTES) return widen_bytes(panel + ODD * 16);
   return ODD ? odd16(load16(panel), mask) : even16(load16(panel));
 }
+template <int PANEL>
+constexpr int HALF_STEP = PANEL == BYTES ? 32 : 64;  // bytes
 // The even or the odd values of a step, by H halves of the panel.
-template <bool ODD, int R, int H>
+template <bool ODD, int PANEL, int R, int H>
 PD_INLINE void add_values(F16 (&c)[R][H], const char *panel, const RowPointers &rows, int at, OddMask mask) {
   const auto word = [&](int i) __attribute__((always_inline)) {
     return set_word16(load_word(rows[i] + at + ODD * 4));
@@ -22,13 +26,14 @@ PD_INLINE void add_values(F16 (&c)[R][H], const char *panel, const RowPointers &
   if constexpr (PD_LEVEL == 1) {
 #pragma GCC unroll 2
     for (int j = 0; j < H; j++) {
-      const F16 w = value_of_pair<ODD>(panel + j * 64, mask);
+      const F16 w = value_of_pair<ODD, PANEL>(panel + j * HALF_STEP<PANEL>, mask);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) c[i][j] = fma16(word(i), w, c[i][j]);
       asm("" ::: "memory");  // words are loaded again rather than kept: there is no register for them
     }
   } else {
-    const F16 w0 = value_of_pair<ODD>(panel, mask), w1 = value_of_pair<ODD>(panel + 64, mask);
+    const F16 w0 = value_of_pair<ODD, PANEL>(panel, mask),
+              w1 = value_of_pair<ODD, PANEL>(panel + HALF_STEP<PANEL>, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       const F16 x = word(i);
@@ -37,18 +42,18 @@ PD_INLINE void add_values(F16 (&c)[R][H], const char *panel, const RowPointers &
     asm("" ::: "memory");
   }
 }
-template <int R, int H>
+template <int PANEL, int R, int H>
 PD_INLINE void step_of_pairs(F16 (&c)[R][H], const char *panel, const RowPointers &rows, int at, OddMask mask) {
-  add_values<false>(c, panel, rows, at, mask), add_values<true>(c, panel, rows, at, mask);
+  add_values<false, PANEL>(c, panel, rows, at, mask), add_values<true, PANEL>(c, panel, rows, at, mask);
 }
 
-template <int R>
+template <int PANEL, int R>
 void tile_of_pairs(const TileArgs &t) {
-  constexpr int H = 2 / num_passes(R);
+  constexpr int H = 2 / num_passes(R), STEP = 2 * HALF_STEP<PANEL>;
   const char *ahead = t.ahead;
   OddMask mask = odd_mask();
 #if PD_LEVEL == 1
-  asm("" : "+x"(mask));  // in a register: memory gives it once more with each step
+  if constexpr (PANEL == WORDS) asm("" : "+x"(mask));  // in a register: memory gives it once more with each step
 #endif
   for (int h = 0; h < 2; h += H) {
     float *const acc = t.acc + h * 16;
@@ -56,34 +61,35 @@ void tile_of_pairs(const TileArgs &t) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
       for (int j = 0; j < H; j++) c[i][j] = t.first ? zero16() : load16(acc + i * 32 + j * 16);
-    const char *panel = t.panel + h * 64;
+    const char *panel = t.panel + h * HALF_STEP<PANEL>;
     RowPointers x(t.x, t.x_stride);
     int64_t left = t.num_steps;
-    for (; left >= 4; left -= 4, x.advance(32), panel += 512) {
+    for (; left >= 4; left -= 4, x.advance(32), panel += 4 * STEP) {
       for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
       x.pin();
 #pragma GCC unroll 4
-      for (int s = 0; s < 4; s++) step_of_pairs(c, panel + s * 128, x, s * 8, mask);
+      for (int s = 0; s < 4; s++) step_of_pairs<PANEL>(c, panel + s * STEP, x, s * 8, mask);
     }
-    for (; left > 0; left--, x.advance(8), panel += 128) step_of_pairs(c, panel, x, 0, mask);
-    if (t.half_step) add_values<false>(c, panel, x, 0, mask);
+    for (; left > 0; left--, x.advance(8), panel += STEP) step_of_pairs<PANEL>(c, panel, x, 0, mask);
+    if (t.half_step) add_values<false, PANEL>(c, panel, x, 0, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
       for (int j = 0; j < H; j++) store16(acc + i * 32 + j * 16, c[i][j]);
   }
 }
 
-template <size_t... R>
+template <int PANEL, size_t... R>
 TileFn pick_tile_of_pairs(std::index_sequence<R...>, int rows) {
-  static constexpr TileFn fn[] = {tile_of_pairs<(int)R + 1>...};
+  static constexpr TileFn fn[] = {tile_of_pairs<PANEL, (int)R + 1>...};
   return fn[rows - 1];
 }
-PD_INLINE TileFn pick_tile_of_pairs(int rows) {
-  return pick_tile_of_pairs(std::make_index_sequence<PAIRS_TILE_ROWS>(), rows);
+PD_INLINE TileFn pick_tile_of_pairs(bool bytes, int rows) {
+  constexpr auto heights = std::make_index_sequence<PAIRS_TILE_ROWS>();
+  return bytes ? pick_tile_of_pairs<BYTES>(heights, rows) : pick_tile_of_pairs<WORDS>(heights, rows);
 }
 #else
 constexpr int PAIRS_TILE_ROWS = TILE_ROWS;
-PD_INLINE TileFn pick_tile_of_pairs(int) { return nullptr; }
+PD_INLINE TileFn pick_tile_of_pairs(bool, int) { return nullptr; }
 #endif
 
 }  // namespace pagedec

@@ -47,6 +47,10 @@ PD_INLINE OddMask odd_mask() { return _mm512_set1_epi32((int)0xffff0000); }
 PD_INLINE F16 odd16(F16 a, OddMask mask) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask));
 }
+PD_INLINE F16 pair_of_upper_halves(F16 even, F16 odd) {  // where the lower one of each odd is zero
+  return _mm512_castsi512_ps(
+      _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd)));
+}
 PD_INLINE __mmask16 mask16(int count) { return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1); }
 PD_INLINE F16 load16_part(const float *p, int count) { return _mm512_maskz_loadu_ps(mask16(count), p); }
 PD_INLINE void store16_part(float *p, F16 a, int count) {  // masked stores are microcode on some processors
@@ -101,6 +105,12 @@ PD_INLINE F16 set_word16(uint32_t w) {
 }
 PD_INLINE F16 even16(F16 a) { return {even8(a.lo), even8(a.hi)}; }
 PD_INLINE F16 odd16(F16 a, OddMask mask) { return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)}; }
+PD_INLINE __m256 pair_of_upper_halves8(__m256 even, __m256 odd) {
+  return _mm256_or_ps(_mm256_castsi256_ps(_mm256_srli_epi32(_mm256_castps_si256(even), 16)), odd);
+}
+PD_INLINE F16 pair_of_upper_halves(F16 even, F16 odd) {
+  return {pair_of_upper_halves8(even.lo, odd.lo), pair_of_upper_halves8(even.hi, odd.hi)};
+}
 PD_INLINE __m256i bf16_words8(__m256 a) {  // eight bf16, each in 32 bits
   const __m256i u = _mm256_castps_si256(a), high = _mm256_srli_epi32(u, 16);
   const __m256i lsb = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -154,6 +164,9 @@ PD_INLINE F16 even16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] <<
 using OddMask = U4;
 PD_INLINE OddMask odd_mask() { return U4{} + 0xffff0000u; }
 PD_INLINE F16 odd16(F16 a, OddMask mask) { return each([&](int i) { return (F4)((U4)a.v[i] & mask); }); }
+PD_INLINE F16 pair_of_upper_halves(F16 even, F16 odd) {
+  return each([&](int i) { return (F4)((U4)even.v[i] >> 16 | (U4)odd.v[i]); });
+}
 #endif
 
 // ---------------------------------------------------------------------------------------------------- for all of them
