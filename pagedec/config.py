@@ -364,7 +364,7 @@ def read_tables(
     its table [beams]; names checked, values not yet. `elsewhere`: of names that are something else, what they are."""
     try:
         with open(path, "rb") as file:
-            values = tomllib.load(file)
+            values = tomllib.loads(file.read().decode("utf-8-sig"))
     except OSError as error:
         raise InvalidArgument("config", str(path), f"cannot be read: {error.strerror}") from error
     except ValueError as error:  # of TOML, UTF-8, or a number of thousands of digits

@@ -148,8 +148,8 @@ def test_generate_reads_arguments_then_file_then_stdin(
     stand_in: type[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("one\n\ntwo\r\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("three\n\nfour"))
+    file.write_text("\ufeffone\n\ntwo\r\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffthree\n\nfour"))
     assert run("generate", "zero", "-f", str(file)) == 0
     assert run("generate") == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("five"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -48,6 +49,14 @@ def test_prompts_that_are_not_utf_8(encoding: str, tiny: Path) -> None:
 def test_a_closed_stream_leads_nowhere(closed: str, out: bytes, tiny: Path) -> None:
     done = shell(f"tokenize a --model {tiny}", closed)
     assert (done.returncode, done.stdout, done.stderr) == (0, out, b"")
+
+
+def test_a_mark_before_the_first_line_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf/help\n\xef\xbb\xbf"), "ascii")
+    for name in ("stdin", "__stdin__"):
+        monkeypatch.setattr(sys, name, typed)
+    console.open_streams()
+    assert sys.stdin.readlines() == ["/help\n", "\ufeff"]
 
 
 def test_nothing_to_read() -> None:

@@ -49,7 +49,7 @@ def test_ids_and_back(shown: Any, tiny: Path) -> None:
 
 def test_several_texts_from_several_places(shown: Any, tmp_path: Path) -> None:
     file = tmp_path / "book"
-    file.write_bytes(b"ab\r\n\ncde\n")
+    file.write_bytes(b"\xef\xbb\xbfab\r\n\ncde\n")
     assert shown("--count", "a", "abc") == "1\n3\n"
     assert shown("--count", "-f", str(file)) == "9\n"
     assert shown("--count", "--lines", "-f", str(file)) == "2\n0\n3\n"

@@ -158,7 +158,8 @@ SAME = {
 
 def test_three_faces_make_the_same_configuration(tmp_path: Path) -> None:
     file = tmp_path / "engine.toml"
-    file.write_text("\n".join(f"{name} = {toml_value(value)}" for name, value in SAME.items()))
+    text = "\n".join(f"{name} = {toml_value(value)}" for name, value in SAME.items())
+    file.write_text(text, encoding="utf-8-sig")  # with the mark that editors of Windows write
     flags = [
         *("--model", "some/model", "--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", "128"),
         *("--block-size", "32", "--kv-cache-memory", "64MiB", "--no-enable-prefix-caching", "--max-num-seqs", "4"),

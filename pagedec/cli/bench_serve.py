@@ -153,7 +153,7 @@ def made(options: LoadOptions, sampling: dict[str, Any]) -> list[pb.GenerateStre
 
 def read_prompts(path: str) -> list[str]:
     """The prompts of a file of JSON lines. Raises `InvalidArgument` naming the line."""
-    lines = read_text("dataset_path", path).removeprefix("\ufeff").split("\n")  # in JSON, U+2028 ends no line
+    lines = read_text("dataset_path", path).split("\n")  # in JSON, U+2028 ends no line
     texts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

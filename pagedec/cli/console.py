@@ -41,8 +41,8 @@ class Messages(io.TextIOWrapper):
 
 
 def open_streams() -> None:
-    """Make the three standard streams UTF-8, whatever the locale, as files are; one that was closed leads nowhere, and
-    standard error does so once it fails.
+    """Make the three standard streams UTF-8, whatever the locale, as files are, with or without a mark in front; one
+    that was closed leads nowhere, and standard error does so once it fails.
 
     A stream that a program has put in their place stays as it is.
     """
@@ -51,7 +51,10 @@ def open_streams() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            stream.reconfigure(encoding="utf-8", errors="strict" if name == "stdin" else "backslashreplace")
+            if name == "stdin":
+                stream.reconfigure(encoding="utf-8-sig", errors="strict")
+            else:
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
             if name == "stderr":
                 raw = io.FileIO(stream.fileno(), "w", closefd=False)
                 sys.stderr = Messages(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)

@@ -121,7 +121,7 @@ def _lines(lines: Iterable[str]) -> list[str]:
 
 
 def _file(path: str) -> list[Prompt]:
-    lines = read_text("file", path).removeprefix("\ufeff").split("\n")
+    lines = read_text("file", path).split("\n")
     return _json_lines(path, lines) if path.endswith(".jsonl") else [*_lines(lines)]
 
 

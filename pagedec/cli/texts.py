@@ -1,4 +1,5 @@
-"""Text from files and from standard input: UTF-8, exactly as it is; and the escapes of text that a shell passes on."""
+"""Text from files and from standard input: UTF-8, exactly as it is behind a byte order mark; and the escapes of text
+that a shell passes on."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def read_stdin() -> str:
 
 def _decoded(field: str, name: str, data: bytes) -> str:
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InvalidArgument(field, name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
 
