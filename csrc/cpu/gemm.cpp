@@ -85,7 +85,8 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   const bool last = s + 1 == j.num_slices;
   const int height = j.tile_rows(), tiles = (rows + height - 1) / height;
   const float *scales = (const float *)j.panel(p);
-  const int64_t lines = (ahead_end - ahead) / 64, of_four_steps = (j.as_floats && !j.widens ? j.step_bytes : 128) * 4 / 64;
+  const int64_t lines = (ahead_end - ahead) / 64;
+  const int64_t lines_read = (j.as_floats && !j.widens ? j.step_bytes : 128) * 4 / 64;  // in four steps
   TileArgs t{};
   t.x_stride = j.rows.stride;
   t.panel = j.first_widens() ? j.steps(p, s) : place_slice(j, p, s), t.wide = j.wide;
@@ -95,7 +96,7 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
     const int r0 = tile_begin(j.int8, i, tiles, rows), r1 = tile_begin(j.int8, i + 1, tiles, rows);
     const char *x = j.rows.x + r0 * j.rows.stride;
     const int64_t passes = tiles * num_passes(r1 - r0);
-    t.lines_ahead = (int)((of_four_steps + passes - 1) / passes);
+    t.lines_ahead = (int)((lines_read + passes - 1) / passes);
     t.x = x + j.slice_begin(s) * j.x_step_bytes;
     t.heads = x + j.shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1

@@ -18,9 +18,9 @@ constexpr int64_t BESIDE_AMX_SLICE_STEPS = 128;
 constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
 
 // Weights alone in int8: a tile of all rows takes them as they are; of several the first leaves the others what it has
-// widened. Where bf16 are multiplied as fp32 each tile takes them as they are, too, which costs 5 % of its time (measured
-// on Zen 3); to widen a slice before takes two rows' time, so that is for many. Rows in fp32 have it always, few in the
-// first cache.
+// widened. Where bf16 are multiplied as fp32 each tile takes them as they are, too, which costs 5 % of its time
+// (measured on Zen 3); to widen a slice before takes two rows' time, so that is for many. Rows in fp32 have it always,
+// few in the first cache.
 constexpr int WIDEN_MIN_ROWS = 48;
 constexpr int64_t WIDE_STEPS = 128;
 constexpr int64_t WIDE_ROOM_STEPS = SLICE_STEPS + 2 * GROUP_STEPS;  // slices begin at lines of k

@@ -1,6 +1,6 @@
-// One tile of rows in fp32 by a panel of bf16, or of int8 beside x in bf16, where bf16 are multiplied as fp32: a step is
-// two values of every row and 128 bytes of the panel, or 64. Rows are widened once for all panels, and the panel by each
-// tile. An output's products are those of gemm_tile.h, in its order.
+// One tile of rows in fp32 by a panel of bf16, or of int8 beside x in bf16, where bf16 are multiplied as fp32: a step
+// is two values of every row and 128 bytes of the panel, or 64. Rows are widened once for all panels, and the panel by
+// each tile. An output's products are those of gemm_tile.h, in its order.
 #pragma once
 #include "cpu/gemm_tile.h"
 

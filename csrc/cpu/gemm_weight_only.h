@@ -2,9 +2,9 @@
 // has all of -127 .. 127, and go the way of a plain weight. So an output's chain is that of a plain layer whose weights
 // are q, on every instruction set and in tiles of any height; its scale comes behind it.
 //
-// A panel is 32 scales (fp32), then for each two values of k 64 bytes q: [32][2] where words of two bf16 are multiplied,
-// a step of a bf16 panel in half of its bytes; elsewhere [2][2][16], outputs by sixteen, so that one load and one
-// conversion give numbers of fp32.
+// A panel is 32 scales (fp32), then for each two values of k 64 bytes q: [32][2] where words of two bf16 are
+// multiplied, a step of a bf16 panel in half of its bytes; elsewhere [2][2][16], outputs by sixteen, so that one load
+// and one conversion give numbers of fp32.
 #pragma once
 #include "cpu/gemm_vec.h"
 
