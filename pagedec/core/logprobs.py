@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pagedec.core.draft import Draft
+from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, LaneForward
 from pagedec.core.history import History
 from pagedec.core.protocol import Answer, Best, Hypothesis, RowBest, Sample, TopK, Verdict
@@ -163,15 +163,18 @@ class Recorder:
                     self._record_path(reports, history, work, draft, _way(draft, hypothesis.tokens))
 
     def record_best(self, works: Sequence[Work], verdict: Verdict, drafts: Sequence[Draft] = ()) -> None:
-        """Keep the reports of a gang's candidates that live on, are done, or wait: those may be done later. Nothing is
-        kept of the others, nor of what lives no more. `drafts`: what was run behind each of `works`; of its nodes those
-        count that the history has, for then they lived on, if only to be displaced in the same step."""
-        reports, asks, own = works[0].request.reports, works[0].asks, works[0].report
-        if reports is None or works[0].query is None or own is None or 0 not in own.rows:
-            return  # 0 is not in the rows where the prompt alone is reported
-        at = next((i for i, ask in enumerate(works[0].query.asks) if isinstance(ask, Best)), None)
-        if at is None or not asks:
+        """Keep the reports of ranked candidates, those of `Best` and `RowBest`, that live on, are done, or wait: those
+        may be done later. Nothing is kept of the others, nor of what a gang lives with no more. `drafts`: what was run
+        behind each of `works`, () where nothing was; of its nodes those count that the history has, for then they lived
+        on, if only to be displaced in the same step."""
+        reports, asks = works[0].request.reports, () if works[0].query is None else works[0].query.asks
+        if reports is None or reports.reporting.num_logprobs is None:
             return
+        at = next((i for i, ask in enumerate(asks) if isinstance(ask, Best)), None)
+        if at is None:
+            if not any(True for work in works for _ in _ranked_alone(work)):
+                return
+            drafts = drafts or [EMPTY] * len(works)
         request, answers, tips = works[0].request, self._answers, [work.branch.tip for work in works]
         waiting = request.decoder.waiting()
         done = (*verdict.done, *(waiting or ()))
@@ -183,7 +186,7 @@ class Recorder:
             taken |= {tips[parent] << 32 | token for parent, token in pairs}
         taken |= {tip << 32 | child.tokens[0] for tip, child in self._born(works, verdict, drafts) if child.tokens}
         ends = np.cumsum(answers.best_counts).tolist()
-        for group in {work.asks[at].first for work in works}:
+        for group in () if at is None else {work.asks[at].first for work in works}:
             first, stop = ends[group] - int(answers.best_counts[group]), ends[group]
             parents, tokens = answers.best_parents[first:stop].tolist(), answers.best_tokens[first:stop].tolist()
             for i, (parent, token) in enumerate(zip(parents, tokens, strict=True), first):
@@ -192,8 +195,8 @@ class Recorder:
                 self._record_candidate(reports, work, stand, token, i, taken, waiting is None)
         for work, draft in zip(works, drafts, strict=False):
             for node, group in _ranked_alone(work):
-                behind = _stand(work, draft, node) if node else None
-                if behind is None:
+                behind = _stand(work, draft, node) if node or at is None else None
+                if behind is None:  # or the root of one whose best are ranked together
                     continue
                 first, stop = ends[group] - int(answers.best_counts[group]), ends[group]
                 for i, token in enumerate(answers.best_tokens[first:stop].tolist(), first):
@@ -317,10 +320,10 @@ def answer_reports(request: Request, hypothesis: Hypothesis) -> list[TokenLogpro
 
 def _ranked_alone(work: Work) -> Iterator[tuple[int, int]]:
     """The nodes of a work whose candidates are ranked by themselves, with the places of their groups."""
-    assert work.query is not None
-    for ask, part in zip(work.query.asks, work.asks, strict=True):
+    for ask, part in zip(() if work.query is None else work.query.asks, work.asks, strict=True):
         if isinstance(ask, RowBest):
-            yield from zip(ask.nodes, range(part.first, part.first + part.num_nodes), strict=False)
+            run = [node for node in ask.nodes if node <= work.draft.num_nodes]
+            yield from zip(run, range(part.first, part.first + part.num_nodes), strict=True)
 
 
 def _stand(work: Work, draft: Draft, node: int) -> _Stand | None:

@@ -118,10 +118,9 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class RowBest:
-    """The best `k` continuations of each of `nodes` by itself, as `Best` ranks those of a branch whose score is 0: of a
-    gang that drafts, and ranks what stands behind its drafts when it knows their scores. `streams[i]` names the noise
-    of `nodes[i]`; it is read where there is a `sampler`. Answer: one `Candidates` for each node that was run, its
-    parents all 0."""
+    """The best `k` continuations of each of `nodes` by itself, as `Best` ranks those of a branch whose score is 0: for
+    who ranks them in another way, or later, as a gang does that drafts. `streams[i]` names the noise of `nodes[i]`; it
+    is read where there is a `sampler`. Answer: one `Candidates` for each node that was run, its parents all 0."""
 
     k: int
     nodes: tuple[int, ...]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pagedec import BeamSearchParams, TokenTrie
+from pagedec import BeamSearchParams, RequestParams, SamplingParams, TokenTrie
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.protocol import Answer, Child, Children, Decoder, DecoderContext, Hypothesis, Query, RowBest, Verdict
+from pagedec.core.request import Branch
+from pagedec.decoders import decoder
 from tests.engine.crowd import Tiny
 
 PROMPT = [5, 17, 40, 99, 3]
@@ -56,3 +63,81 @@ def test_reports_grow_with_what_is_held_and_not_with_steps(tiny: Tiny, width: in
         assert all(request.history.parent[tip] in held for tip in tips)
     living = most / (width * 150)
     assert living < 0.5, "no more than twice what the last generation stands on, and a little"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsParams(RequestParams):
+    """`gang`: it ends its branches itself. `guess`: what to draft, token by token. `arrays`: children come as such."""
+
+    gang: bool = False
+    guess: tuple[int, ...] = ()
+    arrays: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        return 2
+
+
+@decoder("test-rows", params=RowsParams)
+class Rows(Decoder):
+    """Two branches, each of which goes on with the best of its own row: nothing is ranked together. A branch's state is
+    its number; the root, whose own is -1, has both behind it."""
+
+    width = 2
+    initial_state = -1
+    num_accepted = 0
+
+    def __init__(self, params: RowsParams, context: DecoderContext) -> None:
+        self.params, self.context, self.gang = params, context, params.gang
+        self.done: list[Hypothesis] = []
+
+    def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
+        drafts = [self._draft(branch) for branch in branches]
+        asks = [(RowBest(2, (1, 0) if draft.num_nodes else (0,)),) for draft in drafts]
+        return [Query(b, ask, draft) for b, ask, draft in zip(branches, asks, drafts, strict=True)]
+
+    def _draft(self, branch: Branch) -> Draft:
+        done = self.context.history.depth[branch.tip] - self.context.prompt_length
+        return Draft.chain(self.params.guess[done : done + 1]) if 0 < done < len(self.params.guess) - 1 else EMPTY
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        live = list[Child]()
+        for query, answer in zip(queries, answers, strict=True):
+            *behind, root = answer.values[0]
+            path = (1,) if answer.draft.tokens == (int(root.tokens[0]),) else ()
+            best, state = (behind[0] if path else root).tokens.tolist(), query.branch.state
+            Rows.num_accepted += len(path)
+            for token, own in zip(best, (0, 1) if state < 0 else (state,), strict=False):
+                cut = self.context.ending(query.branch, token) if self.gang else None
+                if cut is None:
+                    live.append(Child(query.branch, (token,), path, state=own))
+                else:
+                    self.done.append(Hypothesis.ended(query.branch.tip, cut, own))
+        if not live:
+            return Verdict(done=tuple(self.done))
+        if not self.params.arrays:
+            return Verdict(tuple(live))
+        places = [[query.branch for query in queries].index(child.parent) for child in live]
+        arrays = np.array(places), np.array([child.tokens[0] for child in live]), np.zeros(len(live))
+        return Verdict(children=Children(*arrays, [child.state for child in live]))
+
+    def rank(self, state: int) -> int:
+        return state
+
+
+@pytest.mark.parametrize("own", ["alone", "drafted", "gang", "arrays"])
+def test_what_ranks_rows_by_themselves_is_reported(tiny: Tiny, own: str) -> None:
+    """As a prompt's tokens are, bit for bit."""
+    llm, params = tiny(), RowsParams(max_tokens=9, logprobs=2, gang=own in ("gang", "arrays"), arrays=own == "arrays")
+    [output] = llm.generate([PROMPT], params, use_tqdm=False)
+    if own == "drafted":
+        Rows.num_accepted = 0
+        params = params.clone(guess=tuple(output.outputs[1].token_ids))
+        plain, [output] = output, llm.generate([PROMPT], params, use_tqdm=False)
+        assert Rows.num_accepted and [a.token_ids for a in output.outputs] == [a.token_ids for a in plain.outputs]
+    assert len(output.outputs) == 2
+    texts, again = [[*PROMPT, *answer.token_ids] for answer in output.outputs], SamplingParams(prompt_logprobs=2)
+    for given, answer in zip(
+        llm.generate(texts, again.clone(max_tokens=1), use_tqdm=False), output.outputs, strict=True
+    ):
+        assert given.prompt_logprobs is not None and answer.logprobs == given.prompt_logprobs[len(PROMPT) :]
