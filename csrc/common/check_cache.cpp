@@ -33,6 +33,8 @@ int check_kv_copy(const pd_kv_copy_args &a) {
       check_range(name, "num_layers", a.num_layers, 1, 65536) ||
       check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
     return -1;
+  if (a.kv_kind != PD_KV_PLAIN && a.layer_stride % 2)  // scales have two bytes
+    return fail("%s: layer_stride is %lld; of bytes it must be even", name, (long long)a.layer_stride);
   if (!kReadsRecords) return 0;
   for (int32_t i = 0; i < *a.num_moves; i++) {
     if (a.src[i] < 0) return fail("%s: src[%d] is %d; a slot must be 0 or more", name, i, a.src[i]);

@@ -110,6 +110,15 @@ def test_invalid_field_is_named(context: Context, field: str, value: object, mes
         context.call(KvCopyArgs(**(fields | {field: value})))
 
 
+def test_layers_of_bytes_begin_at_even_places(context: Context) -> None:
+    """As their scales do, of two bytes."""
+    data, rows = torch.zeros(4096), calls.count(0)
+    places = dict.fromkeys(("src", "dst", "k_cache", "v_cache"), data.data_ptr())
+    shape = {"num_layers": 2, "kv_heads": 1, "head_dim": 4, "block_size": 2, "dtype": 1, "kv_kind": 1}
+    with pytest.raises(KernelError, match="^pd_kv_copy: layer_stride is 13; of bytes it must be even"):
+        context.call(KvCopyArgs(num_moves=rows.data_ptr(), layer_stride=13, **places, **shape))
+
+
 @pytest.mark.parametrize("name", ["src", "dst"])
 def test_negative_slot_is_named(context: Context, name: str) -> None:
     k, v = calls.caches(torch.float32, 1, 2, 1, 8, 4, seed=1)
