@@ -35,22 +35,6 @@ int count_devices(const char *name) {
   return fail(kTooOld, name, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000);
 }
 
-// Whether this process has memory on a device, ours or others': to go to one makes a context there.
-bool is_in_use(int device) {
-#if defined(__CUDACC__)
-  using State = int (*)(int device, unsigned *flags, int *is_active);
-  static const State state = [] {
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    return driver ? (State)dlsym(driver, "cuDevicePrimaryCtxGetState") : nullptr;
-  }();
-  unsigned flags = 0;
-  int is_active = 0;
-  return state && state(device, &flags, &is_active) == 0 && is_active;
-#else
-  return emulate::is_in_use(device);
-#endif
-}
-
 PD_KERNEL(kWarp) nothing_kernel() {}
 
 // Whether kernels are there that the device runs. 0, or fail(...).
@@ -115,6 +99,21 @@ const char *advice_on(cudaError_t error) {
              "CUDA_LAUNCH_BLOCKING=1 in its environment the kernel itself is named";
     default: return "";
   }
+}
+
+bool is_in_use(int device) {
+#if defined(__CUDACC__)
+  using State = int (*)(int device, unsigned *flags, int *is_active);
+  static const State state = [] {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? (State)dlsym(driver, "cuDevicePrimaryCtxGetState") : nullptr;
+  }();
+  unsigned flags = 0;
+  int is_active = 0;
+  return state && state(device, &flags, &is_active) == 0 && is_active;
+#else
+  return emulate::is_in_use(device);
+#endif
 }
 
 OnDevice::OnDevice(int32_t device) {

@@ -68,7 +68,8 @@ int carry_out(pd_context &, const pd_op *ops, int64_t num_ops);
 
 inline cudaStream_t stream_of(const pd_context &c) { return (cudaStream_t)c.stream; }
 int32_t any_device();     // for a thread that frees memory: one that contexts are of
-int await_device();       // until all is through that is in any stream of this thread's device
+bool is_in_use(int device);  // whether this process has memory there, of whomever: going there makes a context
+int await_devices();      // until all is through that is in any stream of this process
 int before_checks(pd_context &);  // which, of an emulated device, look at what records lead to
 int await(pd_context &);  // until all is through that is in its stream
 int is_through(pd_context &);     // 1: all is, 0: not yet, -1: fail(...)

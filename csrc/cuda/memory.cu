@@ -239,7 +239,7 @@ int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
 }
 int pd_memory_unmap(void *from) {
   const OnDevice on(any_device());
-  await_device();  // a kernel may be under way that reaches it
+  await_devices();  // a kernel may be under way that reaches it, on any of them
   return launched("pd_memory_unmap", cudaHostUnregister(from));
 }
 int pd_memory_room(pd_context *context, int64_t *num_free, int64_t *num_all) {

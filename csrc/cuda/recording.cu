@@ -128,9 +128,15 @@ int repeat(pd_context &c, const pd_recording &r) {
 
 }  // namespace
 
-int await_device() {
+int await_devices() {
   const std::lock_guard lock(captures);
-  return launched("await", cudaDeviceSynchronize());
+  int count = 0, status = launched("await", cudaGetDeviceCount(&count));
+  for (int device = 0; device < count; device++) {
+    if (!is_in_use(device)) continue;
+    const OnDevice on(device);
+    if (launched("await", cudaDeviceSynchronize())) status = -1;
+  }
+  return status;
 }
 }  // namespace pagedec
 

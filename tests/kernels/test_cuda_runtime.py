@@ -107,6 +107,20 @@ def in_thread(work: Callable[[], object]) -> None:
         threads.submit(work).result()
 
 
+def test_memory_of_the_host_is_taken_back_from_all_devices(device: Library) -> None:
+    """When none of them works on it any more, whichever a context was made on last."""
+    first, last = (device.context(0, number) for number in (0, 1))
+    x, memory = zeros((1, 8), torch.float32), DeviceMemory(first, 0)
+    count, out = memory.put(torch.ones(1, dtype=torch.int32)), memory.zeros((1,), torch.int32)
+    first.map_memory(x.data_ptr(), x.nbytes)
+    x[0, 5] = 9
+    first.call(ArgmaxArgs(count.data_ptr(), x.data_ptr(), out.data_ptr(), 8, 0))
+    in_thread(lambda: device.unmap_memory(x.data_ptr()))
+    x[0, 5] = 0
+    assert memory.get(out).tolist() == [5]
+    last.close()
+
+
 def test_nobody_goes_to_a_device_that_is_not_used(device: Library) -> None:
     """As a rank whose device is not the first one: a context there would take hundreds of megabytes, whichever thread
     makes and frees what there is."""

@@ -95,10 +95,7 @@ bool release(void *begin) {
   return device().release(begin);
 }
 bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
-bool unmap(const void *from) {
-  await_all();
-  return device().unmap((const char *)from);
-}
+bool unmap(const void *from) { return device().unmap((const char *)from); }
 Opened::Opened() { device().open(); }
 Opened::~Opened() { device().close(); }
 Access::Access(bool is_alone) { is_alone_now = is_alone; }

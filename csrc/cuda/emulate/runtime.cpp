@@ -170,7 +170,7 @@ cudaError_t cudaDeviceSynchronize() {
     for (Capture *capture : captures) capture->is_valid = false;
     if (!captures.empty()) return error(cudaErrorStreamCaptureUnsupported);
   }
-  return await_all(), cudaSuccess;
+  return await_all(device_now()), cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t *num_free, size_t *num_all) { return *num_free = *num_all = 0, cudaSuccess; }
 

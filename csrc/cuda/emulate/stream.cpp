@@ -134,9 +134,10 @@ uint64_t Stream::drop() {
   waiting_.clear();
   return num_done_;
 }
-void await_all() {
+void await_all(int device) {
   const std::lock_guard lock(turn());
-  for (Stream *stream : streams()) stream->carry_out(UINT64_MAX);
+  for (Stream *stream : streams())
+    if (device < 0 || stream->device == device) stream->carry_out(UINT64_MAX);
 }
 
 }  // namespace pagedec::emulate

@@ -36,7 +36,7 @@ class Stream {
   int device = 0;
 
  private:
-  friend void await_all();
+  friend void await_all(int);
   void carry_out(uint64_t mark);  // in one's turn
   bool next(uint64_t mark, Work &);
   uint64_t drop();  // all that waits; what has been done and dropped then
@@ -51,7 +51,7 @@ class Stream {
   Goer *goer_ = nullptr;
 };
 
-// All streams, as a device does before it gives memory up.
-void await_all();
+// All streams, as a device does before it gives memory up, or those of one.
+void await_all(int device = -1);
 
 }  // namespace pagedec::emulate
