@@ -181,6 +181,8 @@ class Settler:
             generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
         except RequestError:
             raise
+        except Forbidden as error:  # of `DecoderContext.ending`
+            raise RequestError(request.id, str(error)) from error
         except PagedecError as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:

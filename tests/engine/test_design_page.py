@@ -4,6 +4,8 @@ stands."""
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import re
 import sys
 import threading
@@ -104,3 +106,19 @@ def test_the_pages_algorithm_runs(race: Any, tiny: Tiny, expected: list[Tokens])
         for p, own in zip(prompts[:2], params[:2], strict=True)
     ]
     assert sum(a.cumulative_logprob or 0 for a in alone[:2]) > sum(a.cumulative_logprob or 0 for a in plain)
+
+
+def test_the_pages_algorithm_ends_as_the_page_says(race: Any, tiny: Tiny) -> None:
+    """With one answer where its time is over, and where rules leave nothing to go on with."""
+    llm = tiny()
+    params = race.RaceParams(width=3, stride=100, seed=1, max_tokens=200, ignore_eos=True, logprobs=0)
+    ticks = itertools.count()
+    llm.engine.clock = lambda: float(next(ticks))
+    timed = params.clone(max_time=30)
+    [answer] = llm.generate([[7, 9, 11]], timed, use_tqdm=False)[0].outputs
+    assert answer.limited_by == "max_time" and 0 < len(answer.token_ids) < 200
+    assert answer.score == pytest.approx(answer.cumulative_logprob)
+    once = params.clone(allowed_token_ids=[*range(3, 33)], no_repeat_ngram_size=1)
+    [answer] = llm.generate([[7, 9, 11]], once, use_tqdm=False)[0].outputs
+    assert answer.limited_by == "rules" and sorted([7, 9, 11, *answer.token_ids]) == [*range(3, 33)]
+    assert math.isfinite(answer.score or 0.0)

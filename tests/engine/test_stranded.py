@@ -75,9 +75,10 @@ def test_each_token_once(tiny: Tiny, params: RequestParams, async_scheduling: bo
         assert (answer.finish_reason, answer.limited_by) == ("length", "rules")
 
 
-def test_what_a_constraint_allows_and_rules_forbid_is_an_error(tiny: Tiny) -> None:
+@pytest.mark.parametrize("params", [GREEDY, ThreeParams(gang=True)], ids=["greedy", "a gang of one's own"])
+def test_what_a_constraint_allows_and_rules_forbid_is_an_error(tiny: Tiny, params: RequestParams) -> None:
     """Token 0 too, which is what is drawn where nothing is left."""
-    params = SamplingParams(temperature=0, token_trie=TokenTrie([[0, 7], [5, 7]]), no_repeat_ngram_size=1)
+    params = params.clone(token_trie=TokenTrie([[0, 7], [5, 7]]), no_repeat_ngram_size=1)
     with pytest.raises(RequestError, match="token 0 is not allowed behind 0 generated tokens: either its constraint's"):
         tiny().generate([[0, 5]], params, use_tqdm=False)
 
