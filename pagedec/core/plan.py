@@ -96,8 +96,6 @@ class StepPlan:
     num_wished: int = 0
     num_granted: int = 0
     """Rows of drafts that were weighed, and that were granted."""
-    num_released: int = 0
-    """Idle branches that gave way to the step."""
     is_foreseen: bool = False
     """What it leaves was noted before its answers were there: the step behind it is planned."""
     is_short: bool = False

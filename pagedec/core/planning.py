@@ -38,8 +38,7 @@ class Planner:
 
     __slots__ = (
         "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_chain_rows", "_only",
-        "_parking",
-        "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
+        "_parking", "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
     def __init__(
@@ -85,9 +84,8 @@ class Planner:
                 break
         self._drafting.grant()
         plan = self._plan
-        for lane in sorted(
-            self._copies, key=lambda lane: lane == "target"
-        ):  # rolled tokens come before their verification
+        # rolled tokens come before their verification
+        for lane in sorted(self._copies, key=lambda lane: lane == "target"):
             builder, copies = self._builders[lane], self._copies[lane]
             if len(builder) or len(copies):
                 plan.forwards[lane] = builder.finish(copies)
@@ -95,7 +93,6 @@ class Planner:
             plan.copies[lane] = copies
         if plan.masks is not None and "draft" in plan.forwards:
             plan.masks.roll_counts = plan.forwards["draft"].rolls["count"].tolist()
-        plan.num_released = self._room.num_released
         if self._drafting.weighing is not None:
             weighing = self._drafting.weighing
             plan.shape = shape_of(plan, self._drafting.num_in_vain)

@@ -31,7 +31,6 @@ class Room:
         "_requests",
         "_step",
         "_youngest",
-        "num_released",
     )
 
     def __init__(
@@ -51,8 +50,6 @@ class Room:
         self._own: Iterator[Branch] = iter(())
         self._own_request: Request | None = None
         self._draft = self._draft_branches()
-        self.num_released = 0
-        """Idle branches that have given way."""
 
     def make(self, request: Request, protected: set[Branch]) -> bool:
         """Have somebody give way to `request`. False: nobody is left."""
@@ -66,7 +63,6 @@ class Room:
         for owner, branch in self._idle:
             branch.release()
             owner.num_released_branches += 1
-            self.num_released += 1
             owner.started = not owner.idle or holds_blocks(owner)
             return True
         while self._youngest >= 0 and self._requests[self._youngest] is not request:

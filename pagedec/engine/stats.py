@@ -1,4 +1,4 @@
-"""What an engine has done so far, and what it holds now."""
+"""What an engine has done so far, as its steps count it; `census.py` counts what it holds."""
 
 from __future__ import annotations
 
@@ -69,21 +69,10 @@ class EngineStats:
     """The most that any step used."""
     num_forced_tokens: int = 0
     """Of requests that have ended: tokens that came of no step of their own, since a constraint allowed no other."""
-    num_released_branches: int = 0
-    """Idle branches that gave way to others."""
-    num_parked_branches: int = 0
-    """Branches of sessions: what they hold counts as used, and is the first to be given back where blocks run out."""
-    num_forks: int = 0
-    """Block tables that were made as forks of others, so far; a fork copies no block."""
-    num_copied_blocks: int = 0
-    """Blocks that were copied so far: the last, partial one of who writes what it shares."""
-    num_blocks_saved: int = 0
-    """How many more would be used now if branches shared none."""
     ended: Spent = field(default_factory=Spent)
     """What requests have cost that are over, however they ended."""
     drafts: dict[str, Acceptance] = field(default_factory=dict)
     """What became of drafts, by the name of the decoder that proposed them."""
-
     costs: StepCosts | None = None
     """What steps are believed to take, by their rows; None: no request has drafted as widely as pays yet."""
     num_wished_rows: int = 0

@@ -138,7 +138,7 @@ class Steps:
         """Give a step to the executor."""
         plan = flight.plan
         self._stats.plan_seconds += max(0.0, flight.host_seconds)
-        self._note_blocks(plan)
+        self._note_blocks()
         self._note_begun(plan, now)
         try:
             flight.answers = self.executor.execute(plan.forwards, flight.rules, plan.masks)
@@ -202,16 +202,11 @@ class Steps:
         self._stats.num_wished_rows += plan.num_wished
         self._stats.num_granted_rows += plan.num_granted
 
-    def _note_blocks(self, plan: StepPlan) -> None:
+    def _note_blocks(self) -> None:
         pool, stats = self._scheduler.pools["target"], self._stats
         stats.num_blocks, stats.num_blocks_cached = pool.num_blocks, len(pool.evictable)
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
-        stats.num_released_branches += plan.num_released
-        stats.num_parked_branches = len(self._scheduler.parking)
-        stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
-        held = sum(branch.table.num_blocks for request in self._scheduler.requests for branch in request.branches)
-        stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
 
     def _failed(self, error: Exception, suspects: Sequence[Request]) -> tuple[list[Event], float]:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the

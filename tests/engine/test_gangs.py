@@ -11,6 +11,7 @@ import pytest
 from pagedec import LLM, SamplingParams
 from pagedec.core.protocol import DecoderContext, Sampler
 from pagedec.decoders import decoder
+from pagedec.engine.census import take_census
 from pagedec.params import RequestParams
 from tests.core.gangs import How, Keep
 
@@ -112,15 +113,15 @@ def test_bits_do_not_depend_on_company_chunks_blocks_or_reports(tiny: Tiny, widt
 
 def test_forks_copies_and_shared_blocks_are_counted(tiny: Tiny) -> None:
     llm = tiny(**ROOM)
-    stats = llm.engine.stats
+    pool = llm.engine.scheduler.pools["target"]
     run(llm, width=1)
-    assert stats.num_forks == 0 and stats.num_blocks_saved == 0
+    assert pool.num_forks == 0 == take_census(llm.engine).num_blocks_saved
     request = llm.engine.admit("gang", PROMPT, KeepParams(width=8, max_tokens=30, min_tokens=30))
     llm.engine.add(request)
     saved = []
     while not llm.engine.idle:
         llm.engine.step()
-        saved.append(stats.num_blocks_saved)
+        saved.append(take_census(llm.engine).num_blocks_saved)
     prompt_blocks = len(PROMPT) // 8
     assert max(saved) >= 7 * prompt_blocks, "the prompt is there once"
-    assert stats.num_forks >= 7 and 7 <= stats.num_copied_blocks <= stats.num_forks
+    assert pool.num_forks >= 7 and 7 <= pool.num_copied <= pool.num_forks
