@@ -14,12 +14,17 @@ from pagedec.params import BeamSearchParams
 @contextlib.contextmanager
 def within_pool(limits: SchedulerLimits, params: Any, prompt_length: int) -> Iterator[None]:
     """Errors about the width of a beam search, or about the room that its paths need, are about its `beam_width` or its
-    `max_tokens`, and say the most that it may be."""
+    `max_tokens`, and say the most that it may be. Of other gangs, whose fields nobody knows, they are about
+    `max_tokens`."""
     try:
         yield
     except InvalidArgument as error:
-        if not isinstance(params, BeamSearchParams) or error.field not in ("width", "limit"):
+        if error.field not in ("width", "limit"):
             raise
+        if not isinstance(params, BeamSearchParams):
+            if error.field == "width":
+                raise
+            raise InvalidArgument("max_tokens", params.max_tokens, error.limit) from None
         width = params.beam_width
         if error.field == "width":
             raise InvalidArgument("beam_width", width, error.limit) from None

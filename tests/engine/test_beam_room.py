@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pagedec import LLM, BeamSearchParams, InvalidArgument
+from tests.algorithms.beam import BeamParams
 
 Tiny = Callable[..., LLM]
 PROMPT = {"prompt_token_ids": list(range(3, 23))}
@@ -29,6 +30,12 @@ def test_too_many_tokens_for_the_pool(tiny: Tiny) -> None:
     with pytest.raises(InvalidArgument, match="^max_tokens is 29: "):
         ask(llm, 6, 29)
     assert ask(llm, 6, 28) == 28
+
+
+def test_too_many_tokens_for_a_gang_of_one_s_own(tiny: Tiny) -> None:
+    llm, limit = tiny(num_blocks=20, block_size=16), "must need at most 20 blocks, the target lane's; 6 x 60 tokens"
+    with pytest.raises(InvalidArgument, match=f"^max_tokens is 40: {limit}"):
+        llm.generate([PROMPT], BeamParams(6, max_tokens=40), use_tqdm=False)
 
 
 def test_too_many_beams_for_the_pool(tiny: Tiny) -> None:
