@@ -301,6 +301,12 @@ def test_names_mean_one_thing() -> None:
     assert sorted(HOMONYMS.keys() - found) == []
 
 
+def test_the_core_is_read_file_by_file() -> None:
+    page = ast.get_docstring(ast.parse((PACKAGE / "core" / "__init__.py").read_text(encoding="utf-8"))) or ""
+    files = {path.stem for path in (PACKAGE / "core").glob("*.py")} - {"__init__"}
+    assert sorted(re.findall(r"`(\w+)`", page)) == sorted(files)
+
+
 def test_no_import_goes_in_circles() -> None:
     packages = {module_of(path) for path in python_files("pagedec") if path.name == "__init__.py"}
     assert circles(import_graph(package_sources(), packages)) == []
