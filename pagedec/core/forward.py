@@ -120,9 +120,7 @@ class LaneForward:
     rolls: np.ndarray = field(default_factory=lambda: NO_ROLLS)  # ROLL_DTYPE [num_rolls]
     roll_slots: np.ndarray = _ints()  # int32 [sum(count - 1)]: where the tokens of each roll but its last are cached
     verified_draws: np.ndarray = _ints()  # int32 [num_verified]: draws that verify a rolled token by rejection ...
-    verified_tokens: np.ndarray = (
-        _ints()
-    )  # int32 [num_verified]: ... and its place in LaneAnswers.rolled, of a kept roll
+    verified_tokens: np.ndarray = _ints()  # int32 [num_verified]: ... at this place in LaneAnswers.rolled, kept
     processing: ProcessRows | None = None
     report: ReportRows | None = None
 

@@ -28,28 +28,15 @@ from pagedec.core.protocol import Ask, Best, Query, Roll, RowBest, Sample, Sampl
 from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
-
-_MASK = (1 << 64) - 1
+from pagedec.fields import MAX_UINT64
 
 
 @functools.lru_cache(maxsize=4096)
 def draw_record(sampler: Sampler, stream: int) -> bytes:
     """A draw's record but for its row and position."""
-    return np.array(
-        [
-            (
-                sampler.seed & _MASK,
-                stream & _MASK,
-                0,
-                0,
-                sampler.top_k,
-                sampler.temperature,
-                sampler.top_p,
-                sampler.min_p,
-            ),
-        ],
-        DRAW_DTYPE,
-    ).tobytes()
+    names = sampler.seed & MAX_UINT64, stream & MAX_UINT64
+    record = (*names, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p)
+    return np.array([record], DRAW_DTYPE).tobytes()
 
 
 class LaneBuilder:

@@ -285,7 +285,7 @@ class DecoderContext:
     eos_token_ids: tuple[int, ...] = ()
     stopping: Stopping = NO_STOPPING
     constraint: Constraint | None = None
-    drafts_forced: bool = True
+    draft_forced: bool = True
     """`forced` may be asked."""
     rules: LogitsRules = NO_RULES
 
@@ -329,7 +329,7 @@ class DecoderContext:
 
     def forced(self, branch: Branch) -> Sequence[int]:
         """Tokens that must follow `branch`, because its constraint allows no other: a draft that is always right."""
-        if self.constraint is None or not self.drafts_forced:
+        if self.constraint is None or not self.draft_forced:
             return ()
         room = self.max_length - self.history.depth[branch.tip] - 1
         try:

@@ -6,15 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagedec.core.forward import (
-    BEST_GROUP_DTYPE,
-    BEST_ROW_DTYPE,
-    NO_BEST_GROUPS,
-    NO_BEST_ROWS,
-)
+from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE, NO_BEST_GROUPS, NO_BEST_ROWS
 from pagedec.core.protocol import Best, RowBest
-
-_MASK = (1 << 64) - 1
+from pagedec.fields import MAX_UINT64
 
 
 class Ranking:
@@ -53,7 +47,7 @@ class Ranking:
             self._asks.append(ask)
         self._places += range(place, place + num)
         self._group_of += [group] * num
-        self._streams += [ask.stream & _MASK] * num
+        self._streams += [ask.stream & MAX_UINT64] * num
         self._rows += range(row, row + num)
         self._positions += positions
         self._scores += scores
@@ -66,7 +60,7 @@ class Ranking:
         self._group_of += range(first, first + count)
         self._rows += rows
         self._positions += positions
-        self._streams += [stream & _MASK for stream in ask.streams[:count]] or [0] * count
+        self._streams += [stream & MAX_UINT64 for stream in ask.streams[:count]] or [0] * count
         self._places += [0] * count
         self._scores += [0.0] * count
         return first
@@ -94,5 +88,5 @@ def described(ask: Best | RowBest) -> tuple[int | float, ...]:
     sampler, keep = ask.sampler, ask.min_tokens_to_keep
     if sampler is None:
         return (0, 0, 0, ask.k, 0, 1.0, 1.0, 0.0, keep, 0, 0)
-    seed, temperature = sampler.seed & _MASK, sampler.temperature or 1.0
+    seed, temperature = sampler.seed & MAX_UINT64, sampler.temperature or 1.0
     return (seed, 0, 0, ask.k, sampler.top_k, temperature, sampler.top_p, sampler.min_p, keep, 1, 0)

@@ -53,9 +53,8 @@ _LANE: _Layout = (
     ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE), ("best_rows", BEST_ROW_DTYPE), ("best_groups", BEST_GROUP_DTYPE),
     *_ints(
         "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst",
-        "offload_blocks", "offload_places", "fresh",
-        "read_rows", "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows",
-        "roll_slots", "verified_draws", "verified_tokens",
+        "offload_blocks", "offload_places", "fresh", "read_rows", "topk_rows", "logprob_rows", "logprob_tokens",
+        "banned_rows", "banned_tokens", "masked_rows", "roll_slots", "verified_draws", "verified_tokens",
     ),
 )  # fmt: skip
 _PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE), ("of_logprobs", _INT))
@@ -66,9 +65,9 @@ _LANE_ANSWERS: _Layout = (
     ("best_keys", _FLOAT), *_ints("rolled"),
 )  # fmt: skip
 _REPORTED: _Layout = (
-    ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs",
-    _FLOAT),
-    ("draw_ranks", _INT), ("topk_logprobs", _FLOAT), ("topk_ranks", _INT), ("logprob_ranks", _INT),
+    ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT),
+    ("draw_logprobs", _FLOAT), ("draw_ranks", _INT), ("topk_logprobs", _FLOAT), ("topk_ranks", _INT),
+    ("logprob_ranks", _INT),
     ("best_logprobs", _FLOAT), ("best_ranks", _INT),
 )  # fmt: skip
 _RULES: tuple[np.dtype[Any], ...] = (_INT, _INT, _INT, _INT, _DOUBLE, _DOUBLE)  # see _arrays_of
@@ -101,8 +100,8 @@ def pack_step(step: Step) -> np.ndarray:
         arrays += _fields(forward.report, _REPORT)
     arrays.append(np.array(list(step.new_rules), _WIDE))
     arrays.append(np.array(step.old_rules, _WIDE))
-    for processing in step.new_rules.values():
-        arrays += _arrays_of(processing)
+    for rules in step.new_rules.values():
+        arrays += _arrays_of(rules)
     return _pack(FORWARDS, numbers, arrays)
 
 
@@ -122,9 +121,9 @@ def unpack_step(words: np.ndarray) -> Step:
             processing=None if process["rows"] is None else ProcessRows(**process),
             report=None if report["rows"] is None else ReportRows(**report),
         )
-    names, old = message.array(_WIDE), message.array(_WIDE)
-    rules = [_processing_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
-    return Step(number, forwards, dict(zip(names.tolist(), rules, strict=True)), old.tolist())
+    ids, old = message.array(_WIDE), message.array(_WIDE)
+    rules = [_rules_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
+    return Step(number, forwards, dict(zip(ids.tolist(), rules, strict=True)), old.tolist())
 
 
 def pack_masks(number: int, masks: Masks) -> np.ndarray:
@@ -173,30 +172,24 @@ def unpack_answers(words: np.ndarray) -> tuple[int, Answers]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
-def _arrays_of(processing: LogitsRules) -> Iterator[np.ndarray | None]:
+def _arrays_of(rules: LogitsRules) -> Iterator[np.ndarray | None]:
     """Allowed ids or none, where bad words begin and their tokens, biased tokens, their biases, and the four
     numbers."""
-    allowed, words, bias = processing.allowed_token_ids, processing.bad_words, processing.logit_bias
+    allowed, bad, bias = rules.allowed_token_ids, rules.bad_words, rules.logit_bias
     yield None if allowed is None else np.array(allowed, _INT)
-    yield np.cumsum([0, *map(len, words)], dtype=_INT)
-    yield np.array([token for word in words for token in word], _INT)
+    yield np.cumsum([0, *map(len, bad)], dtype=_INT)
+    yield np.array([token for word in bad for token in word], _INT)
     yield np.array([token for token, _ in bias], _INT)
     yield np.array([number for _, number in bias], _DOUBLE)
-    p = processing
-    yield np.array([p.no_repeat_ngram_size, p.repetition_penalty, p.frequency_penalty, p.presence_penalty], _DOUBLE)
+    numbers = rules.no_repeat_ngram_size, rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+    yield np.array(numbers, _DOUBLE)
 
 
-def _processing_of(arrays: Sequence[Any]) -> LogitsRules:
+def _rules_of(arrays: Sequence[Any]) -> LogitsRules:
     allowed = None if arrays[0] is None else tuple(arrays[0].tolist())
     starts, tokens, biased, biases, numbers = (array.tolist() for array in arrays[1:])
-    words = [tokens[first:stop] for first, stop in zip(starts, starts[1:], strict=False)]
-    return LogitsRules(
-        allowed,
-        tuple(map(tuple, words)),
-        tuple(zip(biased, biases, strict=True)),
-        int(numbers[0]),
-        *numbers[1:],
-    )
+    bad = tuple(tuple(tokens[first:stop]) for first, stop in zip(starts, starts[1:], strict=False))
+    return LogitsRules(allowed, bad, tuple(zip(biased, biases, strict=True)), int(numbers[0]), *numbers[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

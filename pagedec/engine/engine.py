@@ -86,7 +86,10 @@ class Engine:
             self._check_speculation(speculative, "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
-        self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
+        self.grammars: Grammars | None = None
+        if vocabulary is not None:
+            text = vocabulary.pieces, vocabulary.special_ids, vocabulary.encode
+            self.grammars = Grammars(limits.vocab_size, *text)
         self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, clock, debug, is_ahead)
         self._late: list[EngineEvent] = []  # what was brought while nobody stepped
         self.sessions = Sessions(

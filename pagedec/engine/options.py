@@ -40,11 +40,6 @@ class Vocabulary:
     special_ids: frozenset[int]
     encode: Callable[[str], list[int]]
 
-    @property
-    def words(self) -> tuple[Sequence[bytes], frozenset[int], Callable[[str], list[int]]]:
-        """All of it: what a grammar of text needs."""
-        return self.pieces, self.special_ids, self.encode
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -1,8 +1,8 @@
 """What a model and a runner need of the kernels, whichever way they are carried out.
 
 A backend records a forward once, as a program over fixed buffers, and carries it out every step: what changes between
-steps is read through the buffers. Two backends exist: compiled kernels (native.py) and torch (fallback.py), with one
-meaning.
+steps is read through the buffers. There are compiled kernels of a processor (native.py), those of a device (device.py)
+and torch (fallback.py), with one meaning.
 """
 
 from __future__ import annotations

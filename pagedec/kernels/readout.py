@@ -54,11 +54,10 @@ class HostReadOut:
         forward, stop = self._forward, start + len(logits)
         whole = start == 0 and stop == len(forward.read_rows)
         raw = None if self._report is None else self._raw_rows(logits, start)
-        if len(forward.topk_rows) or len(forward.logprob_rows) or self._changes_logits:
-            self._read_probabilities(logits, start, whole, raw)
-        elif whole and raw is None and len(forward.best_rows):
+        others = len(forward.topk_rows) > 0 or len(forward.logprob_rows) > 0 or self._changes_logits
+        if len(forward.best_rows) and whole and raw is None and not others:
             self._best.read_all(logits)
-        elif len(forward.best_rows):
+        elif len(forward.best_rows) or others:
             self._read_probabilities(logits, start, whole, raw)
         drawn = self._draw(logits, start, whole)
         if raw is not None and self._report is not None:

@@ -78,8 +78,7 @@ def choose_pool(
     """The pool that is asked for; where nothing is said, what the available memory allows and the requests can use.
 
     `taken`: bytes of the memory available that another pool will use; `default`: how much of it is taken where nothing
-    is said, and why. Raises `InvalidArgument` for a size below two
-    blocks.
+    is said, and why. Raises `InvalidArgument` for a size below two blocks.
     """
 
     def pool(num_blocks: int, reason: str) -> KvPool:

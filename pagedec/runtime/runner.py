@@ -31,8 +31,8 @@ class RuleTable(dict[int, Any]):
         self.told: dict[int, LogitsRules] = {}
 
     def __missing__(self, rule_id: int) -> Any:
-        processing = self.told[rule_id].within(self._vocab_size)
-        self[rule_id] = made = self._backend.rules(processing, self._vocab_size)
+        known = self.told[rule_id].within(self._vocab_size)
+        self[rule_id] = made = self._backend.rules(known, self._vocab_size)
         return made
 
 
@@ -72,10 +72,10 @@ class LaneRunner:
         self.is_begun = self.is_through = True
         """All programs of the last forward are on their way; have been run, whatever became of what was read."""
 
-    def learn(self, rule_id: int, processing: LogitsRules) -> None:
+    def learn(self, rule_id: int, rules: LogitsRules) -> None:
         """Keep what a request has done to its logits under a number, as far as it is about tokens that this model
         knows."""
-        self._rules.told[rule_id] = processing
+        self._rules.told[rule_id] = rules
 
     def forget(self, rule_id: int) -> None:
         """No row will name this number any more."""

@@ -101,8 +101,8 @@ class Worker:
         for runner in self.lanes.values():
             for rule_id in step.old_rules:
                 runner.forget(rule_id)
-            for rule_id, processing in step.new_rules.items():
-                runner.learn(rule_id, processing)
+            for rule_id, rules in step.new_rules.items():
+                runner.learn(rule_id, rules)
 
     def _roll(self, runner: LaneRunner, draft: LaneForward, is_awaited: bool) -> np.ndarray:
         """What the draft lane rolls. `is_awaited`: by the other ranks, for the target's rows."""

@@ -16,6 +16,11 @@ def words() -> Vocabulary:
     return vocabulary()
 
 
+def new_grammars() -> Grammars:
+    own = words()
+    return Grammars(VOCAB, own.pieces, own.special_ids, own.encode)
+
+
 @lru_cache(maxsize=1)
 def grammars() -> Grammars:
-    return Grammars(VOCAB, *words().words)
+    return new_grammars()

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedec import SamplingParams, StructuredOutputsParams
-from pagedec.constraints.grammar import GrammarConstraint, Grammars, TokenWords
+from pagedec.constraints.grammar import GrammarConstraint, TokenWords
 from pagedec.core.constraint import permits
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
-from tests.constraints.conftest import STOPS, VOCAB, grammars, words
+from tests.constraints.conftest import STOPS, VOCAB, grammars, new_grammars, words
 from tests.constraints.schemas import random_schema
 
 PERSON = {
@@ -153,7 +153,7 @@ def test_where_no_token_ends_an_answer_it_ends_by_itself() -> None:
 
 
 def test_what_is_compiled_is_kept() -> None:
-    own = Grammars(VOCAB, *words().words)
+    own = new_grammars()
     first = own.constraint(StructuredOutputsParams(json=PERSON), STOPS)
     assert own.constraint(StructuredOutputsParams(json=json.dumps(PERSON)), (5,)).start(()) is first.start(())
     other = own.constraint(StructuredOutputsParams(json=PERSON, disable_any_whitespace=True), STOPS)
@@ -267,7 +267,7 @@ def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(FeatureNotAvailable, match=r"needs llguidance: pip install 'pagedec\[structured\]'"):
-        Grammars(VOCAB, *words().words).constraint(StructuredOutputsParams(regex="a"), ())
+        new_grammars().constraint(StructuredOutputsParams(regex="a"), ())
 
 
 def test_texts_that_a_tokenizer_changes_are_told_by_their_bytes() -> None:
