@@ -51,7 +51,14 @@ def check_pod(pod: dict[str, Any]) -> None:
     assert mounts.keys() == volumes.keys() and container["resources"]["requests"]["memory"]
     # Ray's object store needs it, and nothing of ours does: what ranks exchange lies in memory without a place
     assert mounts.get("shm") == ("/dev/shm" if container["image"] == "pagedec-ray" else None)
-    assert "shm" not in volumes or volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    if "shm" in volumes:
+        room, memory = volumes["shm"]["emptyDir"], container["resources"]["limits"]["memory"]
+        assert room["medium"] == "Memory"
+        assert num_bytes(room["sizeLimit"]) >= 0.3 * num_bytes(memory), "Ray would lay its objects on the disk"
+
+
+def num_bytes(quantity: str) -> int:
+    return int(quantity[:-2]) * {"Mi": 2**20, "Gi": 2**30}[quantity[-2:]]
 
 
 def test_every_file_is_looked_at() -> None:
