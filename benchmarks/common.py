@@ -9,7 +9,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -72,12 +72,13 @@ def heading(title: str) -> None:
     print(f"## {title}\n\n{machine()}\n\n    {' '.join(['python', *sys.argv])}\n")
 
 
-def table(columns: list[str], rows: list[list[object]]) -> None:
-    """Print a Markdown table; numbers come formatted."""
+def table(columns: list[str], rows: Iterable[list[object]]) -> None:
+    """Print a Markdown table; numbers come formatted. Each row is printed when it is there: what is stopped, or fails,
+    keeps those before."""
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * len(columns))
     for row in rows:
-        print("| " + " | ".join(str(cell) for cell in row) + " |")
+        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
     print(flush=True)
 
 

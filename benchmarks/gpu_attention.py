@@ -5,7 +5,7 @@
 One run is the layers of a model over caches of their own, as one recording; times are of one layer. Blocks lie in
 random order. KV is in bf16, and in bytes (kv_cache_dtype int8 and fp8). torch has contiguous copies of bf16, decodes
 with the query heads of a KV head as its rows (with enable_gqa it leaves its fused kernels), and stands beside only
-where its copies fit; flash-attn's decode stands beside where it is installed.
+where its copies fit; flash-attn's decode stands beside where it is installed. Both are recorded, too.
 """
 
 from __future__ import annotations
@@ -228,12 +228,12 @@ def main() -> None:
         "plan us",
         "torch / ours",
     ]
-    table([*columns, "flash-attn / ours", "spread"], [decode(device, case, copy) for case in decoding])
+    table([*columns, "flash-attn / ours", "spread"], (decode(device, case, copy) for case in decoding))
     columns = ["beams", "KV MiB", "us", "apart / this"]
-    table(columns, [row for case in prompts for row in beams(device, case)])
+    table(columns, (row for case in prompts for row in beams(device, case)))
     dots = device.dot_rate()
     columns = ["rows", "tokens", "KV", "us", "TFLOP/s", "of registers' rate", "plan us", "torch / ours", "spread"]
-    table(columns, [prefill(device, case, dots) for case in filling])
+    table(columns, (prefill(device, case, dots) for case in filling))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from ctypes import Structure
@@ -115,8 +116,23 @@ class Device:
         """Seconds of one call, of those that follow each other closely."""
         return self._timed(run, self.context.wait)
 
-    def torch_timed(self, run: Run) -> Timing:
-        return self._timed(run, torch.cuda.synchronize)
+    def torch_timed(self, run: Run) -> Timing | None:
+        """The same of torch's work, which is recorded as ours is, or its calls would be timed; None, and why on stderr:
+        it cannot be."""
+        try:
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                for _ in range(3):
+                    run()
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            return self._timed(graph.replay, torch.cuda.synchronize)
+        except RuntimeError as error:  # no memory, or what is installed does something that cannot be recorded
+            print(f"torch is not timed: {error}", file=sys.stderr)
+            return None
 
     def _timed(self, run: Run, wait: Run) -> Timing:
         def seconds(count: int) -> float:

@@ -56,7 +56,7 @@ def main() -> None:
     device = Device(arguments_of(__doc__))
     device.head("Copies and launches")
     sizes = [1 << 12] if device.smoke else [1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 30]
-    table(["way", "bytes", "us", "GB/s", "spread"], [row for size in sizes for row in copies(device, size)])
+    table(["way", "bytes", "us", "GB/s", "spread"], (row for size in sizes for row in copies(device, size)))
     table(["launch", "us", "spread"], launches(device))
     print(f"tensor cores from registers, bf16: {device.dot_rate():.4g} TFLOP/s\n")
 

@@ -153,7 +153,7 @@ def main() -> None:
         "host ms",
         "waits ms",
     ]
-    rows = [line(device, llm, *case, is_ahead, copy) for case in cases for is_ahead in (False, True)]
+    rows = (line(device, llm, *case, is_ahead, copy) for case in cases for is_ahead in (False, True))
     table([*columns, "floor ms", "step / floor", "spread"], rows)
     llm.close()
 

@@ -2,13 +2,14 @@
 
     python benchmarks/gpu_linear.py [--smoke] [--isa NAME] [--no-torch] [--dtype float16] [--beside q4_k int8 ...]
 
-One run is as many layers of a shape, one behind the other in one recording, as no cache holds; times are of one. GB/s
-are of the bytes that the weights are packed in.
+One run is as many layers of a shape, one behind the other in one recording, as no cache holds; times are of one, and
+torch's are of a recording, too. GB/s are of the bytes that the weights are packed in.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class Layers:
         weights = [torch.randn(self.n, self.k, **kinds) for _ in range(self.copies)]
         x = torch.randn(rows, self.k, **kinds)
         timing = self.device.torch_timed(lambda: [torch.nn.functional.linear(x, weight) for weight in weights])
-        return self._of_one(timing)
+        return None if timing is None else self._of_one(timing)
 
     def _of_one(self, timing: Timing) -> Timing:
         return Timing(tuple(seconds / self.copies for seconds in timing.seconds))
@@ -101,9 +102,8 @@ class Layers:
         return [*shown, *numbers, beside(ours, plain), peer, f"{ours.spread:.3f}"], ours
 
 
-def lines(device: Device, copy: float, kinds: list[str]) -> list[list[object]]:
+def lines(device: Device, copy: float, kinds: list[str]) -> Iterator[list[object]]:
     shapes, counts = (SHAPES, ROWS) if not device.smoke else ({"o": (64, 256), "down": (40, 512)}, [1, 17, 40])
-    found = []
     for name, shape in shapes.items():
         plain: dict[int, Timing] = {}
         for kind in (None, *kinds):
@@ -111,11 +111,10 @@ def lines(device: Device, copy: float, kinds: list[str]) -> list[list[object]]:
             for rows in layers.rows:
                 line, timing = layers.line(rows, copy, plain.get(rows))
                 plain.setdefault(rows, timing)
-                found.append(line)
+                yield line
             del layers
             if device.torch is not None:
                 torch.cuda.empty_cache()
-    return found
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import Structure
 
 import numpy as np
@@ -107,16 +107,14 @@ KERNELS: dict[str, Callable[[Calls], Structure]] = {
 }
 
 
-def lines(device: Device, rows: int, vocab: int, copy: float) -> list[list[object]]:
+def lines(device: Device, rows: int, vocab: int, copy: float) -> Iterator[list[object]]:
     size = 4 * rows * vocab
     sets = [Calls(device, rows, vocab) for _ in range(device.copies(size, 16))]
-    found = []
     for name, kernel in KERNELS.items():
         whole = device.timed(device.program([kernel(calls) for calls in sets]))
         one = Timing(tuple(seconds / len(sets) for seconds in whole.seconds))
         rate = 1e-9 * size / one.median
-        found.append([name, rows, micro(one.median), f"{rate:.4g}", percent(rate / copy), f"{one.spread:.3f}"])
-    return found
+        yield [name, rows, micro(one.median), f"{rate:.4g}", percent(rate / copy), f"{one.spread:.3f}"]
 
 
 def main() -> None:
@@ -124,7 +122,7 @@ def main() -> None:
     vocab, counts = (VOCAB, ROWS) if not device.smoke else (300, (1, 2))
     copy = device.head(f"Read-out, vocabulary {vocab}")
     columns = ["kernel", "rows", "us", "GB/s of logits, read once", "of the copy", "spread"]
-    table(columns, [line for rows in counts for line in lines(device, rows, vocab, copy)])
+    table(columns, (line for rows in counts for line in lines(device, rows, vocab, copy)))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from pagedec.formats import dummy
 from pagedec.kernels.library import EMULATED_DEVICE
@@ -39,6 +44,37 @@ def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys
     rows = [line for i, line in enumerate(lines) if line.startswith("| ") and i + 1 not in rules]
     assert rules and len(rows) == ROWS[name], told
     assert all(re.search(r"\| [0-9][0-9.e+]* \|", row) and "nan" not in row for row in rows), told
+
+
+def test_a_table_that_is_cut_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = importlib.import_module("common").table
+    with pytest.raises(ZeroDivisionError):
+        table(["one", "over"], ([n, 6 // n] for n in (3, 2, 0)))
+    assert capsys.readouterr().out.splitlines()[2:] == ["| 3 | 2 |", "| 2 | 3 |"]
+
+
+def record_by_torch(monkeypatch: pytest.MonkeyPatch, replay: Mock) -> None:
+    """What of torch.cuda records, where there is no device."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stubs = {"Stream": lambda: stream, "current_stream": lambda: stream, "synchronize": lambda: None}
+    stubs |= {"stream": nullcontext, "graph": nullcontext, "CUDAGraph": lambda: SimpleNamespace(replay=replay)}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+
+
+def test_torch_is_timed_as_a_recording(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or not at all: what has no room, say, costs its cell of a table."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    common, run, replay = importlib.import_module("gpu_common"), Mock(), Mock()
+    record_by_torch(monkeypatch, replay)
+    device = common.Device(common.arguments_of("A test", ["--smoke"]))
+    assert len(device.torch_timed(run).seconds) == 1
+    assert (run.call_count, replay.call_count) == (4, 1)  # to be loaded, and recorded
+    run.side_effect = torch.OutOfMemoryError("no room")
+    assert device.torch_timed(run) is None and capsys.readouterr().err == "torch is not timed: no room\n"
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
