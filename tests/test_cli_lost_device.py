@@ -1,4 +1,5 @@
-"""Commands whose device carries nothing out any more: one line says so, and what is left of a job."""
+"""Commands whose device carries nothing out any more, or that lack what they need: one line says so, and what is left
+of a job."""
 
 from __future__ import annotations
 
@@ -44,3 +45,31 @@ def test_one_line_says_so(
     out, err = capsys.readouterr()
     left = "; 0 of 1 lines are answered in" if command == "batch" else ""
     assert not out.strip() and err.splitlines()[-1].startswith(TOLD + left)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("No module named 'x'", name="x"), "No module named 'x'; pagedec doctor says what is"),
+        (ImportError("libx.so: failed to map segment"), "libx.so: failed to map segment; pagedec doctor says what is"),
+        (MemoryError(), "the system gives this process no more memory; pagedec doctor says how much there is"),
+    ],
+)
+def test_what_an_installation_or_a_machine_lacks_is_one_line(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("pagedec.cli.tokenize.run", lacking)
+    assert main.main(["tokenize", "a"]) == main.FAILED
+    assert capsys.readouterr().err.startswith(f"pagedec: error: {told}")
+
+
+def test_a_mistake_of_our_own_is_none_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: Any) -> int:
+        raise ImportError("cannot import name 'x' from 'pagedec.core'", name="pagedec.core")
+
+    monkeypatch.setattr("pagedec.cli.tokenize.run", mistaken)
+    with pytest.raises(ImportError):
+        main.main(["tokenize", "a"])

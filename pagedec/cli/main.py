@@ -114,6 +114,14 @@ def _run(argv: Sequence[str]) -> int:
     except (DeviceLost, WorkersGone) as error:
         say(f"error: {error}")
         return FAILED
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "pagedec":  # our own mistake, or an installation with parts missing
+            raise
+        say(f"error: {error}; pagedec doctor says what is installed")
+        return FAILED
+    except MemoryError:
+        say("error: the system gives this process no more memory; pagedec doctor says how much there is, and limits")
+        return FAILED
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED

@@ -76,7 +76,7 @@ def add_channelz(server: grpc.aio.Server) -> str:
     try:
         from grpc_channelz.v1 import channelz, channelz_pb2
     except ImportError as error:
-        raise InvalidArgument("channelz", True, "needs grpcio-channelz: pip install pagedec[channelz]") from error
+        raise InvalidArgument("channelz", True, "needs grpcio-channelz: pip install 'pagedec[channelz]'") from error
     channelz.add_channelz_servicer(server)
     return str(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
 

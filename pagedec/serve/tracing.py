@@ -14,7 +14,7 @@ from pagedec.serve.calls import RPC
 from pagedec.serve.orders import Order
 
 SPAN = "llm_request"
-EXTRA = "needs OpenTelemetry: pip install pagedec[otel]"
+EXTRA = "needs OpenTelemetry: pip install 'pagedec[otel]'"
 CARRIED = ("traceparent", "tracestate")
 """Of a call's metadata: whose part the span is."""
 ASKED = {
