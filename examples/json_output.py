@@ -20,7 +20,7 @@ PERSON = {
     "additionalProperties": False,
 }
 MOVES = """
-start: move (" " move)~0..3
+start: move (" " move){0,3}
 move: /[a-h][1-8]/ "-" /[a-h][1-8]/
 """
 
