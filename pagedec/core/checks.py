@@ -279,8 +279,7 @@ def _head(history: History, evaluated: Mapping[Branch, Draft], child: Child) -> 
     """Up to where a child goes along with its parent's tip, and its tokens behind."""
     tip, tokens = child.parent.tip, child.tokens
     if child.path:
-        drafted = evaluated[child.parent].tokens
-        tokens = (*[drafted[node - 1] for node in child.path], *tokens)
+        tokens = (*evaluated[child.parent].along(child.path), *tokens)
     return tip, history.depth[tip] if child.keep is None else child.keep, tokens
 
 

@@ -54,6 +54,11 @@ class Draft:
             node = self.parents[node - 1]
         return tuple(reversed(out))
 
+    def along(self, path: Iterable[int]) -> tuple[int, ...]:
+        """The tokens of these nodes, in their order."""
+        tokens = self.tokens
+        return tuple([tokens[node - 1] for node in path])
+
     def add(self, token: int, parent: int) -> Draft:
         """The tree with one node more; its number is `len(tokens)` of the result."""
         return Draft((*self.tokens, token), (*self.parents, parent))

@@ -101,8 +101,7 @@ def cut(draft: Draft | Roll, nodes: Sequence[int]) -> Draft | Roll:
     for node in sorted(nodes):
         place[node] = len(place)
     kept = [node for node in place if node]
-    tokens = tuple(draft.tokens[node - 1] for node in kept)
-    return Draft(tokens, tuple(place[draft.parents[node - 1]] for node in kept), draft.grade)
+    return Draft(draft.along(kept), tuple(place[draft.parents[node - 1]] for node in kept), draft.grade)
 
 
 def _items(wishes: Sequence[Wish], rows_left: int) -> tuple[np.ndarray, ...]:

@@ -170,8 +170,7 @@ class Roll:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Evaluate `branch` and answer `asks`. The scheduler may strip the draft; `Answer.draft` says what was really
-    run."""
+    """Evaluate `branch` and answer `asks`. A step may strip the draft: `Answer.draft` says what was really run."""
 
     branch: Branch
     asks: tuple[Ask, ...]
@@ -180,8 +179,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`values[i]` answers `query.asks[i]`; rows of a value are the ask's nodes, or all nodes of `draft` with the root
-    first."""
+    """`values[i]` answers `query.asks[i]`; its rows are the ask's nodes, or all of `draft`, the root's first."""
 
     draft: Draft
     values: tuple[Any, ...]
@@ -289,6 +287,10 @@ class DecoderContext:
     """`forced` may be asked."""
     rules: LogitsRules = NO_RULES
 
+    def left(self, branch: Branch) -> int:
+        """How many tokens ahead of `branch` a draft is of use: behind them there is room for one more."""
+        return self.max_length - self.history.depth[branch.tip] - 1
+
     def ending(self, branch: Branch, token: int) -> Cut | None:
         """How `branch` ends with `token`: at a stop token, a stop string, or a length; or before it, where rules
         left nothing to draw. None: it goes on.
@@ -297,8 +299,8 @@ class DecoderContext:
         and keeps no branch alive behind its end. Raises `Forbidden` for a token that the constraint does not allow:
         its log-probability among an answer's is minus infinity.
         """
-        room = self.max_length - self.history.depth[branch.tip]
-        cut, _ = cut_drawn(self, branch.tip, branch.stop_state, branch.constraint_state, (token,), room)
+        state, room = branch.constraint_state, self.left(branch) + 1
+        cut, _ = cut_drawn(self, branch.tip, branch.stop_state, state, (token,), room)
         return cut if cut.reason is not None else None
 
     def continued(self, branch: Branch, token: int, score: float, state: Any) -> Branch:
@@ -331,9 +333,9 @@ class DecoderContext:
         """Tokens that must follow `branch`, because its constraint allows no other: a draft that is always right."""
         if self.constraint is None or not self.draft_forced:
             return ()
-        room = self.max_length - self.history.depth[branch.tip] - 1
+        left = self.left(branch)
         try:
-            return self.constraint.forced(branch.constraint_state, min(MAX_FORCED, room)) if room > 0 else ()
+            return self.constraint.forced(branch.constraint_state, min(MAX_FORCED, left)) if left > 0 else ()
         except Exception:  # it is raised again where the masks are made, and ends the request there
             return ()
 

@@ -79,8 +79,7 @@ def _fork(
         keep = history.depth[parent.tip] if child.keep is None else child.keep
         tip = history.ancestor(parent.tip, keep)
         if child.path:
-            tokens = evaluated[parent].tokens
-            tip = history.append(tip, [tokens[node - 1] for node in child.path])
+            tip = history.append(tip, evaluated[parent].along(child.path))
         branch = Branch(
             history.append(tip, child.tokens),
             parent.tables if i == last else {lane: table.fork() for lane, table in parent.tables.items()},

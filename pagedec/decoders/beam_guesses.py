@@ -134,7 +134,7 @@ class GuessedBeam(DraftedBeam):
             for place, beam in enumerate(beams)
         ]
         wide = self.breadth * (self.width if self.length == 0 else self.group_width)
-        for _ in range(min(self.depth(), context.max_length - length - 1)):
+        for _ in range(min(self.depth(), context.left(beams[0]))):
             chosen = self._next(paths, wide)[:room]
             if not chosen:
                 break
@@ -192,10 +192,9 @@ class GuessedBeam(DraftedBeam):
         if verdict.children is not None:
             parents, tokens = verdict.children.parents.tolist(), verdict.children.tokens.tolist()
             ends += [(queries[at].branch, (token,)) for at, token in zip(parents, tokens, strict=True)]
-        draft_of = {query.branch: answer.draft.tokens for query, answer in zip(queries, answers, strict=True)}
+        draft_of = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
         for child in verdict.live:
-            way = [draft_of[child.parent][node - 1] for node in child.path]
-            ends.append((child.parent, (*way, *child.tokens)))
+            ends.append((child.parent, (*draft_of[child.parent].along(child.path), *child.tokens)))
         for branch, new in ends:
             known = history.suffix(branch.tip, self._known(branch))
             followers.read([*known, *new], len(known))

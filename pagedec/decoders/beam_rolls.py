@@ -28,6 +28,6 @@ class DraftModelBeam(DraftedBeam):
 
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft | Roll]:
         """Of drawn beams nothing: the noise behind a token is named by it, and rolled tokens are not known yet."""
-        left = self.context.max_length - self.context.history.depth[beams[0].tip] - 1
-        count = 0 if self.ask.sampler is not None else min(self.depth(), left, room // len(beams))
+        left, depth = self.context.left(beams[0]), self.depth()
+        count = 0 if self.ask.sampler is not None else min(depth, left, room // len(beams))
         return [Roll(count, GREEDY) if count > 0 else EMPTY] * len(beams)

@@ -36,7 +36,7 @@ class DraftModel(Sampling):
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
         """Of several streams the first is followed; they part with the first token. Rejection waits for that: answers
         that may take the same drafted token are not independent."""
-        count, stream = min(self.count, self.left(branch), room), branch.state[0]
+        count, stream = min(self.count, self.context.left(branch), room), branch.state[0]
         if count <= 0 or (self.rejects and len(branch.state) > 1):
             return EMPTY
         return Roll(count, self.sampler, stream ^ ROLLED if self.rejects else stream, self.rejects)

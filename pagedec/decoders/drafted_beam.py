@@ -74,9 +74,8 @@ class DraftedBeam(Beam):
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         """All beams, with what is drafted behind them."""
         queries = super().propose(branches, room)
-        left = self.context.max_length - self.context.history.depth[queries[0].branch.tip] - 1
         beams = [query.branch for query in queries]
-        drafts = self.draft(beams, room) if left > 0 and room > 0 else [EMPTY] * len(beams)
+        drafts = self.draft(beams, room) if self.context.left(beams[0]) > 0 and room > 0 else [EMPTY] * len(beams)
         if not (any(draft.num_nodes for draft in drafts) or (self.watches and self.depth())):
             return queries
         return [

@@ -31,7 +31,7 @@ class Jacobi(Sampling):
         length, row = self.rows.get(branch.state[0], (0, []))
         row = row[self.context.history.depth[branch.tip] - length :]  # without what has come meanwhile
         row = row + arbitrary(self.prompt(branch), self.size - len(row), branch.tip)
-        return Draft.chain(row[: max(0, min(self.left(branch), room))])
+        return Draft.chain(row[: max(0, min(self.context.left(branch), room))])
 
     def learn(self, query: Query, answer: Answer) -> None:
         """What was drawn behind the first wrong guess is the row of the next step."""

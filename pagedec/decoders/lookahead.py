@@ -86,7 +86,7 @@ class Lookahead(Sampling):
         if self.reads_text:
             draft_of = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
             for child in verdict.live:
-                new = [*(draft_of[child.parent].tokens[node - 1] for node in child.path), *child.tokens]
+                new = [*draft_of[child.parent].along(child.path), *child.tokens]
                 known = self.context.history.suffix(child.parent.tip, self.num_rows)
                 self._insert_text([*known, *new])
                 length = self.context.history.depth[child.parent.tip] + len(new)
@@ -115,7 +115,7 @@ class Lookahead(Sampling):
         forced = self.forced(branch, room)
         if forced.num_nodes:  # the window waits: its tokens stand for places that are known now
             return Query(branch, (Sample(self.sampler, branch.state),), forced)
-        left, tree = self.left(branch), Tree(max(0, room))
+        left, tree = self.context.left(branch), Tree(max(0, room))
         if self.grant_sizes and self.num_columns:
             tree.most = max(self.num_rows, int(room * self.guess_share)) if room >= self.num_rows else 0
         for guess in self.pool.behind(self.context.history.token[branch.tip]):

@@ -160,7 +160,7 @@ class NGram(Sampling):
     def draft(self, branch: Branch, room: int) -> Draft:
         """Equal beginnings are drafted once; a continuation that another one begins with is none of its own."""
         tree, left, grade = Tree(room), self.num_candidates, 0
-        count = min(self.num_tokens, self.left(branch))
+        count = min(self.num_tokens, self.context.left(branch))
         if count < 1 or room < 1:
             return tree.draft()
         for size, tokens in islice(self.index.continuations(branch.tip, count), PLACES * left):

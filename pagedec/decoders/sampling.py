@@ -95,10 +95,6 @@ class Sampling(Decoder):
         """The tokens that the branch's constraint leaves no choice about, as many as there are rows for."""
         return Draft.chain(self.context.forced(branch)[: max(0, room)])
 
-    def left(self, branch: Branch) -> int:
-        """How many tokens ahead a draft is of use: behind them the answer has room for one more."""
-        return self.context.max_length - self.context.history.depth[branch.tip] - 1
-
     def prompt(self, branch: Branch) -> list[int]:
         """The prompt's tokens, which all branches have in common."""
         if not self._prompt:

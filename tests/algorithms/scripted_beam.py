@@ -72,7 +72,7 @@ class ScriptedBeam(DraftedBeam):
 
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft]:
         how, rng = self.how, random.Random(f"{self.how.name} {self.length}")
-        left = min(how.depth, self.context.max_length - self.context.history.depth[beams[0].tip] - 1)
+        left = min(how.depth, self.context.left(beams[0]))
         trees = [Tree(1 << 30) for _ in beams]
         level = [
             (tree, 0, tuple(self.context.history.tokens(beam.tip)[self.context.prompt_length :]))

@@ -143,7 +143,7 @@ class Echo(Sampling):
         self.count = params.speculation.count
 
     def draft(self, branch: Branch, room: int) -> Draft:
-        count = min(self.count, self.left(branch), room)
+        count = min(self.count, self.context.left(branch), room)
         return Draft.chain([self.context.history.token[branch.tip]] * max(0, count))
 
 
