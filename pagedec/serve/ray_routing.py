@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.request_router import RequestRouter
 
 from pagedec.errors import NotFound
+from pagedec.fields import Integer
 from pagedec.serve.ray_asked import Asked, read_asked
 from pagedec.serve.routing import ReplicaLoad, Router, SessionLost
 from pagedec.serve.routing_config import RoutingConfig
 
+T = TypeVar("T")
+LOG = logging.getLogger("pagedec.serve")
 LATEST = 2.0
 """Seconds that a report is on its way, at most: clocks of machines may differ by more."""
 
@@ -33,6 +37,7 @@ class PrefixRouter(RequestRouter):
         """`given`: fields of `RoutingConfig`."""
         self._router = Router(RoutingConfig(**given))
         self._heard: dict[str, float] = {}  # when replicas said what was heard last, by their clocks
+        self._garbled: set[str] = set()  # replicas of which something could not be read
         self._sent: dict[str, tuple[str | None, Asked]] = {}  # requests that are being placed, and where they count
 
     # ---- replicas
@@ -43,13 +48,28 @@ class PrefixRouter(RequestRouter):
         for gone in set(router.replicas) - names.keys():
             router.remove(gone)
             self._heard.pop(gone, None)
+        self._garbled &= names.keys()
         for name, one in names.items():
             if name not in router.replicas:
-                router.add(name, one.replica_metadata.get("num_tokens"))
-            told = one.routing_stats
-            if told and self._heard.get(name) != told["at"]:  # Serve says again what one replica has said for all
-                self._heard[name] = told["at"]
-                router.report(name, load_of(told), time.monotonic() - age_of(told, time.time()))
+                router.add(name, self._read(name, functools.partial(size_of, one.replica_metadata)))
+            self._read(name, functools.partial(self._hear, name, one.routing_stats))
+
+    def _hear(self, name: str, told: Mapping[str, Any]) -> None:
+        if told and self._heard.get(name) != told["at"]:  # Serve says again what one replica has said for all
+            load, age = load_of(told), age_of(told, time.time())
+            self._heard[name] = told["at"]
+            self._router.report(name, load, time.monotonic() - age)
+
+    def _read(self, name: str, read: Callable[[], T]) -> T | None:
+        """What a replica has told, perhaps in another version's words; None: it cannot be read. To raise it would end
+        all that Serve's controller ever tells this proxy, of other replicas and of other applications, too."""
+        try:
+            return read()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if name not in self._garbled:
+                LOG.warning("what replica %s tells cannot be read: %r", name, error)
+            self._garbled.add(name)
+            return None
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """A replica is gone before Serve's controller has said so."""
@@ -141,6 +161,11 @@ class ReplicaGone(DeploymentUnavailableError):
 def name_of(replica_id: Any) -> str:
     """What a replica is called in sessions' names, and by the router."""
     return str(replica_id.unique_id)
+
+
+def size_of(told: Mapping[str, Any]) -> int | None:
+    """Tokens that a replica's pool holds; None: it does not say. Raises `InvalidArgument`."""
+    return Integer("tokens", low=1, optional=True).check("num_tokens", told.get("num_tokens"))
 
 
 def load_of(told: Mapping[str, Any]) -> ReplicaLoad:

@@ -68,7 +68,7 @@ def routed(test: Callable[[PrefixRouter], Coroutine[Any, Any, None]]) -> None:
 def set_clocks(monkeypatch: pytest.MonkeyPatch, **clocks: Callable[[], float]) -> None:
     """Where Serve has run in this process, the router's methods have other globals than their module: cloudpickle has
     put its copies into the class."""
-    for method in (PrefixRouter.update_replicas, PrefixRouter.choose_replicas):
+    for method in (PrefixRouter._hear, PrefixRouter.choose_replicas):
         monkeypatch.setitem(method.__globals__, "time", SimpleNamespace(**clocks))
 
 
@@ -169,6 +169,27 @@ def test_a_clock_that_is_put_back_holds_up_no_report(monkeypatch: pytest.MonkeyP
         assert router._router.load("a") == 7
 
     routed(test)
+
+
+@pytest.mark.parametrize("wrong", [{"kv_usage": 7.0}, {"num_running": -1}, {"num_seats": None}, {"at": "now"}])
+def test_what_cannot_be_read_is_no_report(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Of another version, say: what is raised here would be the last thing that Serve's controller tells a proxy."""
+
+    async def test(router: PrefixRouter) -> None:
+        other = Known("a", **wrong)
+        other.replica_metadata = {"num_tokens": "many"}
+        nameless = Known("b")
+        del nameless.routing_stats["num_waiting"]
+        for _ in range(2):
+            router.update_replicas([other, nameless, Known("c", at=1.0, num_running=5)])
+        assert router._router.replicas == ("a", "b", "c") and router._router.load("c") == 5
+        assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["a", "b"]
+        assert {await first(router, asking([i] * 4, i)) for i in range(8)} == {"a", "b"}
+        router.update_replicas([Known("a", at=2.0, num_running=7)])
+        assert router._router.load("a") >= 7 and router._garbled == {"a"}, "what was said once is not said again"
+
+    with caplog.at_level("WARNING", "pagedec.serve"):
+        routed(test)
 
 
 def test_nothing_is_kept_of_a_replica_that_has_died() -> None:
