@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 from pagedec.structured import AllowedSequences, StructuredOutputsParams
 from pagedec.v1 import parameters_pb2, prompt_pb2, session_service_pb2
 
+HEADER = re.compile(r"(?!grpc-)[a-z0-9_.-]+(?<!-bin)")
 MOST_ID = 2**32 - 1
 MOST_ORDER = 2**31
 EARLY_NUMBERS = {value: number for number, value in EARLY.items() if number}
@@ -172,6 +174,22 @@ def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb
     if options.get("continue_final_message"):
         made.continue_final_message, made.add_generation_prompt = True, options.get("add_generation_prompt", True)
     return made
+
+
+def as_metadata(given: Any) -> tuple[tuple[str, str], ...]:
+    """What a caller has each call say beside its token, as gRPC takes it. Raises `InvalidArgument`, which repeats no
+    value: some are secrets."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidArgument("metadata", Shown(f"a {type(given).__name__}"), "must be a table of texts, or None")
+    for name, value in (given or {}).items():
+        if not isinstance(name, str) or not HEADER.fullmatch(name) or name == "authorization":
+            limit = (
+                "names must be of a-z, 0-9, _, . and -, none of gRPC's own (grpc-..., ...-bin); a token is the token"
+            )
+            raise InvalidArgument("metadata", name, limit)
+        if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise InvalidArgument(f"metadata[{name!r}]", Shown("what was given"), "must be text of one line, in ASCII")
+    return tuple((given or {}).items())
 
 
 def check_template(chat_template: object) -> None:

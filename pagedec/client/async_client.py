@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from pagedec.client import questions
-from pagedec.client.asking import as_order
+from pagedec.client.asking import as_metadata, as_order
 from pagedec.client.async_remote_session import AsyncRemoteSession
 from pagedec.client.async_route import AsyncRoute, learned
 from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Way
@@ -42,8 +42,10 @@ class AsyncClient:
         model: str = "",
         options: Sequence[tuple[str, Any]] = (),
         resume: float = RESUME_SECONDS,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume)
+        way = target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume
+        self._way = Way(*way, as_metadata(metadata))
         self._line, self._model, self._pieces = AsyncRoute(self._way), model, TokenPieces(model)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from tqdm import tqdm
 
 from pagedec.client import questions
-from pagedec.client.asking import as_order
+from pagedec.client.asking import as_metadata, as_order
 from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Route, Way
 from pagedec.client.failures import ServerError
 from pagedec.client.handle import Held, opening
@@ -57,6 +57,8 @@ class Client:
         options: further ones of the gRPC channel, as pairs.
         resume: seconds for which a stream whose server is gone tries to go on, there or at another one, behind what had
             come, before it fails; 0: it fails at once.
+        metadata: what each call has beside the token, for what is in front of a server: {"application": "small"} names
+            one of several applications of Ray Serve.
 
     Errors are the exceptions that the same mistakes are with `LLM`; what only a server can say is a `ServerError`.
     """
@@ -75,8 +77,10 @@ class Client:
         model: str = "",
         options: Sequence[tuple[str, Any]] = (),
         resume: float = RESUME_SECONDS,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume)
+        way = target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume
+        self._way = Way(*way, as_metadata(metadata))
         self._line, self._model, self._pieces = Route(self._way), model, TokenPieces(model)
 
     def __repr__(self) -> str:

@@ -94,6 +94,7 @@ class Way:
     retries: int = 3
     options: tuple[tuple[str, Any], ...] = ()
     resume: float = RESUME_SECONDS
+    more: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         Number("seconds", above=0, optional=True).check("timeout", self.timeout)
@@ -108,7 +109,7 @@ class Way:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What goes with each call."""
-        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        return self.more if self.token is None else (*self.more, ("authorization", f"Bearer {self.token}"))
 
     @property
     def all_options(self) -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 
 from pagedec import BranchClosed, RequestsFailed, SamplingParams
 from pagedec.client import AsyncClient, Client, ServerError
+from pagedec.errors import InvalidArgument
 from pagedec.serve.lifecycle import LOADING
 from pagedec.serve.statuses import Refusal, status_of
 from pagedec.v1 import answer_pb2, generation_service_pb2_grpc, session_service_pb2_grpc
@@ -129,6 +130,41 @@ def test_what_was_refused_is_asked_again(fickle: tuple[Fickle, str]) -> None:
         outputs = client.generate([[1], [2], [3]], FEW, use_tqdm=False)
         assert all(output.outputs for output in outputs)
         assert server.asked == ["GenerateBatch", "item 0", "item 1", "item 2", "GenerateBatch", "item 1"]
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_each_call_says_what_its_client_was_told(kind: Any, fickle: tuple[Fickle, str]) -> None:
+    """One that is asked again, too: Ray Serve, say, tells applications apart by it."""
+    (server, address), seen = fickle, list[dict[str, Any]]()
+    server.plan = [lambda context: seen.append(dict(context.invocation_metadata())), refuse] * 2
+
+    async def run() -> None:
+        client = kind(address, token="me", metadata={"application": "small"})
+        if kind is Client:
+            with client:
+                await asyncio.to_thread(lambda: [client.session([1]), client.session([1])])
+        else:
+            async with client:
+                await client.session([1]), await client.session([1])
+
+    asyncio.run(run())
+    assert [(one["application"], one["authorization"]) for one in seen] == [("small", "Bearer me")] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ([("a", "b")], "^metadata is a list: must be a table of texts, or None$"),
+        ({"Application": "a"}, "^metadata is 'Application': names must be of a-z, 0-9"),
+        ({"grpc-timeout": "1S"}, "^metadata is 'grpc-timeout': names must be of"),
+        ({"x-bin": "a"}, "^metadata is 'x-bin': names must be of"),
+        ({"authorization": "a"}, "a token is the token$"),
+        ({"key": "secret\n"}, r"^metadata\['key'\] is what was given: must be text of one line, in ASCII$"),
+    ],
+)
+def test_what_a_call_cannot_say(wrong: Any, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        Client("127.0.0.1:1", metadata=wrong)
 
 
 @pytest.mark.parametrize(("lose", "told"), [(lose, "UNAVAILABLE: Socket closed"), (end, "CANCELLED: CANCELLED")])
