@@ -178,8 +178,6 @@ class Recorder:
         request, answers, tips = works[0].request, self._answers, [work.branch.tip for work in works]
         waiting = request.decoder.waiting()
         done = (*verdict.done, *(waiting or ()))
-        if waiting is not None and len(reports.edges) > reports.room:
-            reports.forget(request.history, self._heads(works, verdict, drafts), (*done, *request.done))
         taken = {edge for hypothesis in done if (edge := edge_of(hypothesis)) is not None}
         if verdict.children is not None:
             pairs = zip(verdict.children.parents.tolist(), verdict.children.tokens.tolist(), strict=True)
@@ -206,12 +204,8 @@ class Recorder:
         """The children of a verdict, each with the node that its own tokens stand behind."""
         draft_of = {work.branch: draft for work, draft in zip(works, drafts, strict=False)}
         for child in verdict.live:
-            way = [draft_of[child.parent].tokens[node - 1] for node in child.path]
+            way = draft_of[child.parent].along(child.path) if child.path else ()
             yield works[0].request.history.append(child.parent.tip, way), child
-
-    def _heads(self, works: Sequence[Work], verdict: Verdict, drafts: Sequence[Draft]) -> list[int]:
-        """The nodes behind which reports may have been made, of what lives."""
-        return [*(work.branch.tip for work in works), *(tip for tip, _ in self._born(works, verdict, drafts))]
 
     def _record_candidate(
         self,
@@ -236,8 +230,8 @@ class Recorder:
 
     def _record_path(self, reports: Reports, history: History, work: Work, draft: Draft, path: Sequence[int]) -> None:
         tip = work.branch.tip
-        for node in path:
-            tip = history.append_one(tip, draft.tokens[node - 1])
+        for node, token in zip(path, draft.along(path), strict=True):
+            tip = history.append_one(tip, token)
             if work.report is not None and node in work.report.rows:
                 self._record_node(reports, work, node, tip)
 
@@ -300,6 +294,12 @@ class Recorder:
                     yield _entry(self._forward.logprob_tokens, answers.logprobs, report.logprob_ranks, part.first + at)
 
 
+def forget_reports(request: Request, reports: Reports) -> None:
+    """Of a gang that says what waits, forget the reports of all that nobody can come back to, where they are many."""
+    if len(reports.edges) > reports.room and (waiting := request.decoder.waiting()) is not None:
+        reports.forget(request.history, [branch.tip for branch in request.branches], (*waiting, *request.done))
+
+
 def reported(history: History, reports: Reports, tip: int, tokens: Sequence[int]) -> list[TokenLogprobs | None]:
     """The reports of `tokens` behind `tip`; None for one that did not come of the model, as a client's."""
     found = []
@@ -330,8 +330,7 @@ def _stand(work: Work, draft: Draft, node: int) -> _Stand | None:
     """A node of a work's draft; None where the history does not have it."""
     request, branch = work.request, work.branch
     tip, stop_state, state = branch.tip, branch.stop_state, branch.constraint_state
-    for step in draft.path(node):
-        token = draft.tokens[step - 1]
+    for token in draft.along(draft.path(node)):
         found = request.history.find(tip, token)
         if found is None:
             return None

@@ -396,5 +396,5 @@ class Decoder(Protocol):
 
     def waiting(self) -> Iterable[Hypothesis] | None:
         """Of a gang: the answers that have ended and may still be done. Of others' tokens, and of branches that live no
-        more, nothing is reported then. None: whatever ended may be done later."""
+        more, nothing need be reported then, so it is forgotten. None: whatever ended may be done later."""
         return None

@@ -17,7 +17,7 @@ from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
 from pagedec.core.limits import SchedulerLimits
-from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
+from pagedec.core.logprobs import Recorder, TokenLogprobs, forget_reports, reported
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
 from pagedec.core.reading import candidates_of, read_answer
@@ -266,6 +266,8 @@ class Settler:
             self._finish(request, hypothesis)
         if not request.branches:
             self.over.append(request)
+        elif request.decoder.gang and request.reports is not None:
+            forget_reports(request, request.reports)
 
     def _tell_settled(self, request: Request, settled: int) -> None:
         history, tip = request.history, request.branches[0].tip
@@ -296,8 +298,7 @@ class Settler:
             behind = parent.constraint_state
             length, tokens = history.depth[parent.tip], child.tokens
             if child.path:
-                drafted = evaluated[parent].tokens
-                tokens = (*[drafted[node - 1] for node in child.path], *tokens)
+                tokens = (*evaluated[parent].along(child.path), *tokens)
             if child.keep is not None:
                 request.num_taken_back += max(0, length - child.keep)
                 length, given_length = child.keep, min(given_length, child.keep)

@@ -11,9 +11,12 @@ import pytest
 
 from pagedec import BeamSearchParams, RequestParams, SamplingParams, TokenTrie
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.logprobs import FEWEST_EDGES
 from pagedec.core.protocol import Answer, Child, Children, Decoder, DecoderContext, Hypothesis, Query, RowBest, Verdict
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder
+from pagedec.engine.engine import FinishedRequest
+from tests.algorithms.beam import Beam, BeamParams
 from tests.engine.crowd import Tiny
 
 PROMPT = [5, 17, 40, 99, 3]
@@ -63,6 +66,34 @@ def test_reports_grow_with_what_is_held_and_not_with_steps(tiny: Tiny, width: in
         assert all(request.history.parent[tip] in held for tip in tips)
     living = most / (width * 150)
     assert living < 0.5, "no more than twice what the last generation stands on, and a little"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingParams(BeamParams):
+    """Beams by their rows' top tokens, that say which answers wait."""
+
+
+@decoder("test-waiting", params=WaitingParams)
+class WaitingBeam(Beam):
+    def waiting(self) -> Sequence[Hypothesis]:
+        return [hypothesis for _, hypothesis in self.pool.best]
+
+
+def test_a_gang_that_says_what_waits_has_other_reports_forgotten(tiny: Tiny) -> None:
+    """Also one that asks for top tokens, of which few ever live."""
+    llm, asked = tiny(), {"max_tokens": 80, "stop_token_ids": [7, 30], "length_penalty": 3.0, "early_stopping": False}
+    [plain] = llm.generate([PROMPT], BeamParams(4, logprobs=1, **asked), use_tqdm=False)
+    request = llm.engine.admit("one", PROMPT, WaitingParams(4, logprobs=1, **asked))
+    llm.engine.add(request)
+    assert request.reports is not None
+    finished, most = list[FinishedRequest](), 0
+    while not finished:
+        finished = [event for event in llm.engine.step() if isinstance(event, FinishedRequest)]
+        most = max(most, len(request.reports.edges))
+    longest = max(len(answer.token_ids) for answer in plain.outputs)
+    assert longest > 30 and most <= FEWEST_EDGES + 2 * 4 * 8 < 4 * 8 * longest
+    for answer, same in zip(finished[0].answers, plain.outputs, strict=True):
+        assert answer.token_ids == same.token_ids and answer.cumulative_logprob == same.cumulative_logprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
