@@ -126,16 +126,21 @@ class Calls(grpc.aio.ServerInterceptor):
                     raise Refusal("PERMISSION_DENIED", "NOT_ADMIN", "the token is of a client who may not do this")
             RPC.set(call)
             yield
-        except (asyncio.CancelledError, grpc.aio.InternalError):  # nothing can be sent: the cancellation is on its way
-            left = call.seconds_left
-            code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+        except asyncio.CancelledError:
+            code = _left(call)
             raise
+        except grpc.aio.InternalError:  # nothing can be sent: the cancellation is on its way
+            code = _left(call)
+            raise asyncio.CancelledError from None  # of anything else gRPC's library would log a trace
         except grpc.aio.AbortError:  # of a service that is not ours
             raise
         except Exception as error:
             status = failure(error, call)
             code = code_of(status).name
-            await context.abort(code_of(status), status.message, ((DETAILS, status.SerializeToString()),))
+            try:
+                await context.abort(code_of(status), status.message, ((DETAILS, status.SerializeToString()),))
+            except grpc.aio.InternalError:  # as above
+                raise asyncio.CancelledError from None
         finally:
             self._ended(call, _said(context) if code == "OK" else code)
 
@@ -177,6 +182,12 @@ class Calls(grpc.aio.ServerInterceptor):
                 "request_ids": call.request_ids,
             }
             LOG.info("%s %s", call.method, code, extra={"fields": fields})
+
+
+def _left(call: Rpc) -> str:
+    """How a call has ended whose client is gone, or has no time left."""
+    left = call.seconds_left
+    return "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
 
 
 def _said(context: Any) -> str:
