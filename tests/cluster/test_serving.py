@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +277,14 @@ def test_sessions_stay_where_they_are(target: str, client: Client) -> None:
 
 
 def test_a_replica_is_killed_in_the_middle(target: str, llm: LLM) -> None:
-    """Its streams go on at the other one: every token once. Its sessions are gone."""
+    """Its streams go on at the other one: every token once. What was asked at once is asked there. Its sessions are
+    gone."""
     what = "a story that is told in two parts"
     [want] = llm.generate([what], LONG, use_tqdm=False)
-    with Client(target) as client:
+    with Client(target) as client, ThreadPoolExecutor(1) as threads:
         session = client.session(what)  # goes where the same prompt goes
         home = session.session_id.partition(".")[0]
+        at_once = threads.submit(client.generate, [what], LONG)
         streams = [iter(client.stream(what, LONG.clone(output_kind=RequestOutputKind.DELTA))) for _ in range(3)]
         told = [list(next(stream).outputs[0].token_ids) for stream in streams]
         os.kill(replicas()[home], signal.SIGKILL)
@@ -290,6 +293,7 @@ def test_a_replica_is_killed_in_the_middle(target: str, llm: LLM) -> None:
             for output in stream:
                 tokens += output.outputs[0].token_ids
         assert told == [want.outputs[0].token_ids] * 3
+        assert at_once.result(60)[0].outputs == want.outputs
         with pytest.raises(BranchClosed):
             session.generate(GREEDY)
 
