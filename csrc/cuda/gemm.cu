@@ -213,7 +213,8 @@ int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   const auto kernel = of_dtype(a.dtype, [&](auto e) {
     return is_bytes ? gemm_kernel<decltype(e), true> : gemm_kernel<decltype(e), false>;
   });
-  if (a.dtype == PD_F32) return launch(c, "pd_gemm", kernel, grid, a, INT32_MAX);
+  // A list that was recorded for few rows has this one alone, which is right with any number, and slower.
+  if (a.dtype == PD_F32 || is_for_few(c)) return launch(c, "pd_gemm", kernel, grid, a, INT32_MAX);
   // How many rows there are is known on the device only: of these two, one returns at once.
   return launch(c, "pd_gemm", kernel, grid, a, kFewRows) ? -1 : enqueue_many(c, a);
 }

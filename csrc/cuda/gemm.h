@@ -69,6 +69,8 @@ PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x
   store(a, at, x);
 }
 
+// Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
+bool is_for_few(const pd_context &);
 // For more than kFewRows rows of bf16 or fp16; where there are not as many, it does nothing (gemm_many.cu).
 int enqueue_many(pd_context &, const pd_gemm_args &);
 // With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).

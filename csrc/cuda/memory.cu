@@ -72,6 +72,12 @@ char *staged(pd_context &c, int64_t num_bytes) {
   return c.staging + begin % c.staging_bytes;
 }
 
+void note_written(pd_context &c, const void *to, const void *from) {
+  constexpr size_t kMost = 1024;  // places; of steps' counters there are few
+  if (c.written.size() >= kMost) c.written.clear();
+  memcpy(&c.written[to], from, sizeof(int32_t));
+}
+
 // Copies of memory that may move are carried out before the driver returns, so it would wait for ranks for ever: they
 // are waited for here.
 int waits_in_driver(pd_context &c) { return c.ranks ? await(c) : 0; }
@@ -162,7 +168,10 @@ int pd_memory_write(pd_context *context, void *to, const void *from, int64_t num
   if (check_copy("pd_memory_write", context, to, from, num_bytes)) return -1;
   const Turn turn(*context);
   if (!turn) return fail("pd_memory_write: another thread works in this context");
-  return num_bytes ? upload(*context, to, from, num_bytes) : 0;
+  if (!num_bytes) return 0;
+  if (upload(*context, to, from, num_bytes)) return -1;
+  if (num_bytes == sizeof(int32_t)) note_written(*context, to, from);
+  return 0;
 }
 int pd_memory_read(pd_context *context, void *to, const void *from, int64_t num_bytes) {
   if (check_copy("pd_memory_read", context, to, from, num_bytes)) return -1;

@@ -1,26 +1,32 @@
 // Programs as a device repeats them: a graph of their kernels, put into the stream at once.
 //
 // Grids do not depend on a step, and kernels read counts and plans where the device has them; so one graph serves steps
-// of every size. It is made anew only where memory that a launch was told of has grown since: plans and partial
-// results, which grow to what was needed most. Exchanges of ranks are recorded by all of them at a time, and repeated
-// likewise, so a list with some is made anew at all where it is at one. NCCL waits for the end of all graphs with its
-// exchanges before it gives a communicator up: so contexts know theirs, and end them first.
+// of every size. Where the host has written that linear layers have few rows, another one leaves out their kernels for
+// many, which would do nothing; were there more rows after all, it would be slow, and right. A graph is made anew only
+// where memory that a launch was told of has grown since: plans and partial results, which grow to what was needed
+// most. Exchanges of ranks are recorded by all of them at a time, and repeated likewise, so a list with some is made
+// anew at all where it is at one. NCCL waits for the end of all graphs with its exchanges before it gives a
+// communicator up: so contexts know theirs, and end them first.
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <shared_mutex>
 #include <utility>
 
 #include "cuda/context.h"
+#include "cuda/gemm.h"
 
 namespace pagedec {
 using Places = std::vector<std::pair<const void *, int64_t>>;  // and how often the memory there has grown
 }
 
 struct pd_recording {
-  explicit pd_recording(bool has_exchanges) : has_exchanges(has_exchanges) {}
+  explicit pd_recording(const pd_program &);
   ~pd_recording();
   const bool has_exchanges;
+  const std::vector<const void *> counters;  // of linear layers that have one kernel for few rows, and one for many
+  std::unique_ptr<pd_recording> of_few;      // the same list for few rows
   pd_context *context = nullptr;  // NULL: it holds nothing
   pagedec::Places places;         // that launches were told of
   cudaGraphExec_t graph = nullptr;
@@ -65,8 +71,6 @@ void end_recordings(pd_context &c) {
 }
 }  // namespace pagedec
 
-pd_recording::~pd_recording() { pagedec::end_recording(*this); }
-
 namespace pagedec {
 namespace {
 
@@ -76,11 +80,41 @@ bool has_exchanges(const pd_program &p) {
   return false;
 }
 
+// None, where ranks exchange values: all of them have the same list recorded.
+std::vector<const void *> counters_of(const pd_program &p) {
+  std::vector<const void *> found;
+  for (int64_t i = 0; i < p.num_ops; i++) {
+    if (p.ops[i].kind != PD_OP_GEMM) continue;
+    const pd_gemm_args &a = *(const pd_gemm_args *)p.ops[i].args;
+    if (a.dtype == PD_F32 || a.quantization == PD_INT8 || a.quantization == PD_BLOCKS) continue;
+    if (std::find(found.begin(), found.end(), a.num_rows) == found.end()) found.push_back(a.num_rows);
+  }
+  return has_exchanges(p) ? std::vector<const void *>() : found;
+}
+
+}  // namespace
+}  // namespace pagedec
+
+pd_recording::pd_recording(const pd_program &p)
+    : has_exchanges(pagedec::has_exchanges(p)), counters(pagedec::counters_of(p)) {}
+pd_recording::~pd_recording() { pagedec::end_recording(*this); }
+
+namespace pagedec {
+namespace {
+
 // Ranks that share memory meet on the host: a list with meetings is carried out kernel by kernel.
 bool can_be_recorded(const pd_program &p) {
   for (int64_t i = 0; i < p.num_ops; i++)
     if (p.ops[i].kind == PD_OP_MEET) return false;
   return p.num_ops > 1 || has_exchanges(p);
+}
+
+bool is_few(const pd_context &c, const pd_recording &r) {
+  const auto is_small = [&](const void *counter) {
+    const auto found = c.written.find(counter);
+    return found != c.written.end() && found->second <= gemm::kFewRows;
+  };
+  return !r.counters.empty() && std::all_of(r.counters.begin(), r.counters.end(), is_small);
 }
 
 Places places_of(const pd_context &c, const pd_program &p) {
@@ -108,12 +142,14 @@ int prepare(pd_context &c, const pd_program &p) {
 std::shared_mutex captures;
 std::atomic<int64_t> num_recorded{0};
 
-int record(pd_context &c, const pd_program &p, pd_recording &r) {
+int record(pd_context &c, const pd_program &p, pd_recording &r, bool is_for_few) {
   const cudaStream_t stream = stream_of(c);
   const std::shared_lock lock(captures);
   if (launched("pd_run_program", cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal))) return -1;
   num_recorded++;
+  c.is_for_few = is_for_few;
   const int failed = carry_out(c, p.ops, p.num_ops);
+  c.is_for_few = false;
   cudaGraph_t graph = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(stream, &graph);  // also of what has failed
   if (failed) cudaGetLastError();  // what came of that is told already
@@ -127,6 +163,8 @@ int repeat(pd_context &c, const pd_recording &r) {
 }
 
 }  // namespace
+
+bool gemm::is_for_few(const pd_context &c) { return c.is_for_few; }
 
 int await_devices() {
   const std::lock_guard lock(captures);
@@ -153,20 +191,24 @@ int pd_run_program(pd_context *context, pd_program *program) {
   pd_recording *&r = program->recording;
   if (!r) {  // a kernel is loaded when it is first launched, which no recording can hold
     if (carry_out(c, program->ops, program->num_ops)) return -1;
-    r = new (std::nothrow) pd_recording(has_exchanges(*program));  // without it the next time is like this one
+    r = new (std::nothrow) pd_recording(*program);  // without it the next time is like this one
     return 0;
   }
   if (check_ranks(c) || prepare(c, *program)) return -1;
+  const bool is_small = is_few(c, *r);
+  if (is_small && !r->of_few) r->of_few.reset(new (std::nothrow) pd_recording(*program));
+  const bool for_few = is_small && r->of_few;
+  pd_recording &own = for_few ? *r->of_few : *r;
   Places places = places_of(c, *program);
-  bool is_stale = r->context != &c || r->places != places;
-  if (r->has_exchanges && any_rank(c, is_stale)) return -1;
+  bool is_stale = own.context != &c || own.places != places;
+  if (own.has_exchanges && any_rank(c, is_stale)) return -1;
   if (is_stale) {
-    end_recording(*r);
-    begin_recording(c, *r);
-    if (record(c, *program, *r)) return end_recording(*r), -1;
-    r->places = std::move(places);
+    end_recording(own);
+    begin_recording(c, own);
+    if (record(c, *program, own, for_few)) return end_recording(own), -1;
+    own.places = std::move(places);
   }
-  return repeat(c, *r);
+  return repeat(c, own);
 }
 #if !defined(__CUDACC__)
 // For tests: how many lists have been recorded.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pagedec.kernels.library import Context, Epilogue, Library
+from pagedec.kernels.device import DeviceBackend
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
 from tests.kernels import test_gemm_weight_only
 from tests.kernels.calls import count, normal, same_bits
 from tests.kernels.cuda_library import LARGE, SMALL
@@ -171,3 +173,27 @@ def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) ->
     dirty, others = assert_bits(linear, x), [i for i in range(70) if i not in (3, 66)]
     assert same_bits(dirty[others], clean[others])
     assert dirty[3].isnan().all() and not dirty[66].isfinite().any()
+
+
+@pytest.mark.parametrize("form", [None, "int8_weight_only"])
+def test_a_list_for_few_rows_is_recorded_without_the_kernels_for_many(emulated: Library, form: str | None) -> None:
+    """As far as the host knows how many there are: where it does not, the list is right all the same."""
+    backend, most = DeviceBackend(load(EMULATED_DEVICE), torch.bfloat16), FEW + 8
+    rows, x = backend.zeros((2,), torch.int32), backend.place(normal(most, 64, seed=1, dtype=torch.bfloat16))
+    hidden, y = backend.zeros((most, 96), torch.bfloat16), backend.zeros((most, 40), torch.float32)
+    layers = [
+        backend.pack(normal(n, k, seed=n, dtype=torch.bfloat16), quantization=form) for n, k in ((96, 64), (40, 96))
+    ]
+    program = backend.program()
+    program.linear(rows[:1], x, layers[0], hidden)
+    program.linear(rows[:1], hidden, layers[1], y)
+    program.finish()
+    launches, found = backend.library.functions.pd_emulate_num_captured, []
+    for written, wanted in (([most], 0), ([3], 2), ([most], 4), ([FEW], 0), ([most, 0], 0), ([5], 0)):
+        before = launches()
+        backend.memory.fill(y, 0)
+        backend.memory.write(rows, np.array(written, np.int32))
+        program.run()
+        found.append(backend.memory.get(y)[: written[0]])
+        assert launches() - before == wanted, written
+        assert same_bits(found[-1], found[0][: written[0]]) and found[-1].all()

@@ -55,6 +55,7 @@ struct Capture {
   Graph graph;
 };
 std::mutex capturing;  // of the following
+std::atomic<int64_t> num_captured{0};
 std::set<Capture *> captures;
 
 Capture *of(Stream *stream) {
@@ -294,6 +295,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
   stream->record(nullptr);
   const bool is_valid = capture->is_valid;
   if (is_valid) *graph = new Graph{std::move(capture->graph)};
+  if (is_valid) num_captured += (int64_t)(*graph)->launches.size();
   delete capture;
   return is_valid ? cudaSuccess : error(cudaErrorStreamCaptureInvalidated);
 }
@@ -316,7 +318,9 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
 
-// For tests: what becomes of a capture in which this is done, and then of the stream.
+// For tests: how many launches have been recorded; what becomes of a capture in which this is done, and then of the
+// stream.
+extern "C" PD_EXPORT int64_t pd_emulate_num_captured(void) { return num_captured; }
 extern "C" PD_EXPORT int32_t pd_emulate_capture(void *stream, const char *what) {
   const cudaStream_t own = (cudaStream_t)stream;
   const std::string name = what;
