@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -19,7 +20,7 @@ import grpc
 import pytest
 
 from pagedec import LLM, SamplingParams
-from pagedec.client import Client
+from pagedec.client import AsyncClient, Client
 from pagedec.errors import BranchClosed, InvalidArgument
 from pagedec.params import RequestOutputKind
 from pagedec.v1 import generation_service_pb2 as pb
@@ -296,6 +297,21 @@ def test_a_replica_is_killed_in_the_middle(target: str, llm: LLM) -> None:
         assert at_once.result(60)[0].outputs == want.outputs
         with pytest.raises(BranchClosed):
             session.generate(GREEDY)
+
+
+@pytest.mark.long
+def test_more_calls_than_grpc_has_room_for(target: str, client: Client) -> None:
+    """Those that nobody has looked at yet it ends as CANCELLED, some of more than 1000: they are asked again."""
+    few = SamplingParams(temperature=0, max_tokens=2)
+
+    async def run() -> list[Any]:
+        async def ask() -> Any:
+            return [output async for output in crowd.generate("one of many", few)][-1].outputs
+
+        async with AsyncClient(target, retries=100) as crowd:
+            return await asyncio.gather(*(ask() for _ in range(1800)))
+
+    assert asyncio.run(run()) == [client.generate(["one of many"], few)[0].outputs] * 1800
 
 
 @pytest.mark.long
