@@ -1,4 +1,4 @@
-"""The three standard streams: closed, read no more, or of another encoding."""
+"""The three standard streams: closed, read no more, or of another encoding; and how a process ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,16 @@ def test_a_bar_that_cannot_be_drawn_ends_nothing(
         command = ["generate", "ab", "ba", "--progress", "--max-tokens", "2", "--num-blocks", "8"]
         assert main.main([*command, "--load-format", "dummy", "--model", str(tiny)]) == console.DONE
         assert capsys.readouterr().out.count("--- 2 tokens") == 2
+
+
+def test_a_profiler_of_a_newer_python_keeps_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cProfile writes its file behind the program, which therefore must end as Python's programs do."""
+    monitoring = types.SimpleNamespace(get_tool={2: "cProfile"}.get)
+    monkeypatch.setattr(sys, "monitoring", monitoring, raising=False)
+    monkeypatch.setattr(main, "main", lambda: 3)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("ended at once"))
+    monkeypatch.setattr(sys, "getprofile", lambda: None)
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        main.command()
+    assert caught.value.code == 3

@@ -136,11 +136,17 @@ def _run(argv: Sequence[str]) -> int:
         return FAILED
 
 
+def _is_monitored() -> bool:
+    """Whether a tool watches as profilers do since Python 3.12, cProfile too."""
+    monitoring = getattr(sys, "monitoring", None)
+    return monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
+
+
 def command() -> NoReturn:
     """`main` as a process, which ends as `multiprocessing`'s do: threads and exit handlers have their say, and what is
     left is the kernel's to clear. Python would take apart torch first, for half a second."""
     status = main()
-    if sys.flags.interactive or sys.gettrace() or sys.getprofile():
+    if sys.flags.interactive or sys.gettrace() or sys.getprofile() or _is_monitored():
         raise SystemExit(status)  # to whoever watches
     with contextlib.suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]
