@@ -172,7 +172,7 @@ class Grammars:
         except ImportError:
             how = f"needs llguidance: pip install 'pagedec[{EXTRA}]'"
             raise FeatureNotAvailable("structured_outputs", asked.kind, how) from None
-        key = json.dumps([asked.kind, getattr(asked, asked.kind), *_options(asked).items()], sort_keys=False)
+        key = _key(asked)
         root = self._compiled.get(key)
         if root is None:
             with self._compiling:
@@ -186,6 +186,10 @@ class Grammars:
         with contextlib.suppress(KeyError):  # another thread has just given it up
             self._compiled.move_to_end(key)
         return GrammarConstraint(root, self._vocab_size, stops, asked.kind)
+
+    def has(self, asked: StructuredOutputsParams) -> bool:
+        """It is compiled: `constraint` takes no time."""
+        return _key(asked) in self._compiled
 
     def _compile(self, llguidance: Any, asked: StructuredOutputsParams) -> GrammarState:
         field, matcher = f"structured_outputs.{asked.kind}", llguidance.LLMatcher
@@ -284,6 +288,11 @@ def _check_named(field: str, grammar: str, kind: str) -> None:
     count = grammar.lower().count(sign) if sign else 0
     if count > MAX_NAMED:
         raise InvalidArgument(field, Shown(f"{count} {what}"), f"must have at most {MAX_NAMED} {what}")
+
+
+def _key(asked: StructuredOutputsParams) -> str:
+    """Of the same grammars the same."""
+    return json.dumps([asked.kind, getattr(asked, asked.kind), *_options(asked).items()], sort_keys=False)
 
 
 def _options(asked: StructuredOutputsParams) -> dict[str, Any]:

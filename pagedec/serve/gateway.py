@@ -18,6 +18,7 @@ from pagedec.llm.front import renamed
 from pagedec.llm.prompts import read_prompt as prompt_of
 from pagedec.llm.slow import LONG_PROMPT
 from pagedec.outputs import CompletionOutput, RequestOutput
+from pagedec.params import RequestParams
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC, SHOWN_ID
@@ -222,6 +223,7 @@ class Gateway:
                 begun = self._begun_in_turn(queued, order, num_prompt_tokens, name)
                 engine_name = await held.enter_async_context(begun)
             held.enter_context(order.named())
+            await self._compile(order.params)
             async with contextlib.aclosing(begin(engine_name)) as outputs:
                 async for output in outputs:
                     for watcher in self.watchers:
@@ -287,6 +289,12 @@ class Gateway:
                 self._tell_waiting()
             with self._watched(engine_name, order, num_prompt_tokens):
                 yield engine_name
+
+    async def _compile(self, params: RequestParams) -> None:
+        """Have a request's grammar compiled before its engine asks for it. Raises `InvalidArgument`."""
+        engine, asked = self.llm.engine, params.structured_outputs
+        if asked is not None and engine.grammars is not None and not engine.grammars.has(asked):
+            await self.preparing.compile(lambda: engine.compile_grammar(params, engine.options(params)))
 
     def _tell_waiting(self) -> None:
         for watcher in self.watchers:
