@@ -71,6 +71,16 @@ def test_a_disk_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
         assert main.main(["generate", "--temperature", "-1"]) == main.USER_ERROR
 
 
+@pytest.mark.parametrize("asked", ["--version", "--help"])
+def test_a_disk_that_takes_no_help(
+    asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main.main([asked]) == main.FAILED
+    assert capsys.readouterr().err == "pagedec: error: the output cannot be written: No space left on device\n"
+
+
 def test_a_bar_that_cannot_be_drawn_ends_nothing(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

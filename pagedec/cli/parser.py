@@ -34,6 +34,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help and versions are output like all other: where it cannot be written, argparse would not say so."""
+        stream = file or sys.stderr
+        stream.write(message)
+        stream.flush()
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
