@@ -76,9 +76,7 @@ def check_prompt(limits: SchedulerLimits, prompt: Sequence[int], stopping: Stopp
     """The longest sequence the request may reach, or `InvalidArgument`."""
     if not len(prompt):
         raise InvalidArgument("prompt", Shown("empty"), "must have at least one token")
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < limits.vocab_size)
-        raise InvalidArgument("prompt", wrong, f"token ids must be from 0 to {limits.vocab_size - 1}")
+    check_token_ids("prompt", prompt, limits.vocab_size)
     if limit is None:
         if stopping.max_tokens is None:
             raise InvalidArgument("limit", None, "must be given where max_tokens is not")
@@ -94,6 +92,13 @@ def check_prompt(limits: SchedulerLimits, prompt: Sequence[int], stopping: Stopp
             "prompt", len(prompt), f"must be at most {room} tokens long: its sequences end at {limit}"
         )
     return limit
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `InvalidArgument` for a token that the model does not know."""
+    if len(token_ids) and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise InvalidArgument(field, wrong, f"token ids must be from 0 to {vocab_size - 1}")
 
 
 def check_width(limits: SchedulerLimits, decoder: Decoder, prompt_length: int, limit: int) -> None:

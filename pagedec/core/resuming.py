@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedec.core.constraint import Forbidden, cut_within
+from pagedec.core.limits import check_token_ids
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.protocol import Answer, Child, Query, Verdict
 from pagedec.errors import InvalidArgument, PagedecError, Shown, counted, told
@@ -48,9 +49,7 @@ def check_resume(resume: Resume, num_answers: int, longest: int, vocab_size: int
         if count > longest:
             limit = f"must be at most {longest} tokens long: the answer ends there"
             raise InvalidArgument(f"{field}.token_ids", Shown(counted(count, "token")), limit)
-        wrong = next((token for token in answer.token_ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidArgument(f"{field}.token_ids", wrong, f"token ids must be from 0 to {vocab_size - 1}")
+        check_token_ids(f"{field}.token_ids", answer.token_ids, vocab_size)
         if answer.logprobs or reports:
             if len(answer.logprobs) != count:
                 limit = f"must be {count}, one for each token" if reports else f"must be {count}, or none"

@@ -79,11 +79,11 @@ class Scheduler:
         """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run
         alone, and what `make_decoder` raises.
 
-        `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache
-        blocks are shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by
-        default, the stopping's. `rules` are what is done to the logits of each row that is read out for the decoder,
-        `reporting` says what is kept of them, `constraint` what answers may be. With a `home` it goes out from that
-        parked branch, whose tokens are the `prompt`, on its history.
+        `limit` is the longest sequence it may reach, by default the `prompt`, Python's own numbers, and
+        `stopping.max_tokens`. Prefix cache blocks are shared only among requests of the same `salt`. `eos_token_ids` is
+        what the decoder is told; by default, the stopping's. `rules` are what is done to the logits of each row that is
+        read out for the decoder, `reporting` says what is kept of them, `constraint` what answers may be. With a `home`
+        it goes out from that parked branch, whose tokens are the `prompt`, on its history.
         """
         limits = self.limits
         limit = check_prompt(limits, prompt, stopping, limit)
@@ -349,7 +349,7 @@ class Scheduler:
 
     def _root(self, prompt: Sequence[int], salt: str) -> tuple[History, int]:
         history = History(self.limits.block_size, salt)
-        return history, history.append(0, [int(token) for token in prompt])
+        return history, history.append(0, prompt)
 
     def _settler(self, answers: Mapping[str, LaneAnswers], events: list[Event]) -> Settler:
         return Settler(self.limits, answers, self._copies, self._demand, events)

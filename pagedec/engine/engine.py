@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
+from pagedec.core.limits import check_token_ids
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.parked import Call
 from pagedec.core.protocol import Verdict
@@ -304,10 +305,7 @@ class Engine:
 
     def check_tokens(self, field: str, tokens: Sequence[int]) -> None:
         """Raise `InvalidArgument` for a token that the model does not know."""
-        size = self.limits.vocab_size
-        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < size):
-            wrong = next(token for token in tokens if not 0 <= token < size)
-            raise InvalidArgument(field, wrong, f"token ids must be from 0 to {size - 1}")
+        check_token_ids(field, tokens, self.limits.vocab_size)
 
     def room(self, num_tokens: int) -> int:
         """How many more tokens there can be behind so many."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pagedec.blame import warn_of_unused
+from pagedec.core.limits import check_token_ids
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting
 from pagedec.core.stop_strings import StopStrings
@@ -198,10 +199,8 @@ def _check_something_is_left(stopping: Stopping, rules: LogitsRules, vocab_size:
 
 
 def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    checked = tuple(int(token) for token in ids)
-    for token in checked:
-        if not 0 <= token < vocab_size:
-            raise InvalidArgument(field, token, f"token ids must be from 0 to {vocab_size - 1}")
+    checked = tuple(map(int, ids))
+    check_token_ids(field, checked, vocab_size)
     return checked
 
 

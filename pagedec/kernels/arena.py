@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import threading
 import weakref
@@ -40,12 +41,10 @@ def advise(memory: mmap.mmap, advice: str) -> None:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A mapped tensor in small pages, so that touching a byte takes 4 KB and not 2 MB; unlike torch.zeros it touches
     none."""
-    count = 1
-    for size in shape:
-        count *= size
-    memory, storage = mapped(count * dtype.itemsize)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory, storage = mapped(num_bytes)
     advise(memory, "MADV_NOHUGEPAGE")
-    return storage[: count * dtype.itemsize].view(dtype).view(shape)
+    return storage[:num_bytes].view(dtype).view(shape)
 
 
 def trim() -> None:

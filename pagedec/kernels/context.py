@@ -204,7 +204,7 @@ class Context:
         self.library.check(self._functions.pd_memory_read(self.handle, to, source, num_bytes))
 
     def new_fetch(self, max_bytes: int) -> Fetch:
-        """Return what copies to the host while others calls follow. Raises MemoryError."""
+        """Return what copies to the host while other calls follow. Raises MemoryError."""
         return Fetch(self, max_bytes)
 
     def fill_memory(self, to: int, byte: int, num_bytes: int) -> None:

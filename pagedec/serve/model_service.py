@@ -7,7 +7,6 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct
 
 from pagedec.decoders.registry import registered_names
-from pagedec.errors import InvalidArgument
 from pagedec.llm.slow import LONG_PROMPT
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.orders import read_ids
@@ -42,7 +41,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
             token_ids = await gateway.preparing.in_thread(lambda: tokenizer.encode(text, False))
         else:
             _, token_ids = await gateway.tokens(request.prompt)
-        self._check(token_ids, "prompt.token_ids.ids")
+        gateway.llm.engine.check_tokens("prompt.token_ids.ids", token_ids)
 
         def made() -> pb.TokenizeResponse:
             texts = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
@@ -55,7 +54,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         self._gateway.check_model(request.model)
         tokenizer = self._gateway.llm.get_tokenizer()
         token_ids = read_ids(request.token_ids, "token_ids", self._gateway.limits)
-        self._check(token_ids, "token_ids")
+        self._gateway.llm.engine.check_tokens("token_ids", token_ids)
         join, skips = tokenizer.byte_table.join, not request.special_tokens
         pieces = await self._gateway.preparing.in_thread(lambda: [join([token], skips) for token in token_ids])
         return pb.DetokenizeResponse(text=b"".join(pieces).decode("utf-8", "replace"), pieces=pieces)
@@ -69,12 +68,6 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         return pb.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 
     # ---- inside
-    def _check(self, token_ids: Any, field: str) -> None:
-        size = self._gateway.llm.engine.limits.vocab_size
-        if token_ids and max(token_ids) >= size:
-            wrong = next(token for token in token_ids if token >= size)
-            raise InvalidArgument(field, wrong, f"token ids must be from 0 to {size - 1}")
-
     def _model(self) -> pb.Model:
         gateway = self._gateway
         llm, config = gateway.llm, gateway.llm.config
