@@ -1,7 +1,8 @@
 """Show how a model's tokenizer reads text: token ids, their pieces, their number; or turn ids back into text.
 
 Texts come as arguments, from a file, or from standard input. A file and standard input are one text, taken exactly as
-they are, line ends included; with --lines each line is a text. Only the tokenizer is loaded, no weights.
+they are, line ends included, but for a byte order mark in front; with --lines each line is a text. Only the tokenizer
+is loaded, no weights.
 """
 
 from __future__ import annotations
