@@ -24,8 +24,8 @@ from pagedec.core.protocol import (
     TopK,
     Verdict,
 )
-from pagedec.core.request import Branch
-from pagedec.errors import InvalidArgument
+from pagedec.core.request import Branch, Request
+from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import MAX_INT32
 
 FEW = 4
@@ -325,6 +325,38 @@ def _check_revision(history: History, child: Child, decoder: Decoder) -> None:
     if child.keep != length and not (decoder.revises or decoder.gang):
         limit = f"must be the branch's length, {length}: a decoder that takes tokens back says so with `revises = True`"
         raise InvalidArgument(".keep", child.keep, limit)
+
+
+def check_told(
+    request: Request, asked: Collection[Branch], verdict: Verdict, ranks: Sequence[int], ended: Sequence[Hypothesis]
+) -> None:
+    """Raise where tokens that were told at once are of no answer any more, or of another one than they were: a reader
+    knows answers by their ranks. `ranks`: the children's; `ended`: the answers that end with a child's tokens."""
+    rank_of, depth, first = request.decoder.rank, request.history.depth, request.prompt_length
+    parents = {child.parent for child in verdict.live}
+    gone = [branch for branch in dict.fromkeys((*asked, *verdict.drop)) if branch not in parents]
+    moved = [
+        (child, rank)
+        for child, rank in zip(verdict.live, ranks, strict=True)
+        if child.state is not None and child.state != child.parent.state
+    ]
+    if not (gone or moved):  # as nearly always
+        return
+    told = {rank_of(branch.state) for branch in request.branches if depth[branch.tip] > first}
+    before = {hypothesis.rank for hypothesis in request.done}
+    kept = before | {hypothesis.rank for hypothesis in (*verdict.done, *ended)}
+    if not (verdict.live or kept) and len(gone) == len(request.branches):
+        return  # it ends, and has no answer
+    kept |= {rank for child, rank in zip(verdict.live, ranks, strict=True) if rank_of(child.parent.state) == rank}
+    behind = "what was told stands. Who lets answers go, or has one become another, says so with `revises = True`"
+    for branch in (*gone, *(child.parent for child, _ in moved)):
+        if depth[branch.tip] > first and (rank := rank_of(branch.state)) not in kept:
+            limit = f"must have one, of a branch of that rank, or be done: {behind}"
+            raise InvalidArgument("live", Shown(f"without a child of rank {rank}"), limit)
+    for child, rank in moved:
+        if rank in told | before and rank_of(child.parent.state) != rank:
+            limit = f"must go on from a branch of that rank: {behind}"
+            raise InvalidArgument("live", Shown(f"with a child of rank {rank}"), limit)
 
 
 def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int) -> None:

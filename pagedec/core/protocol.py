@@ -348,8 +348,8 @@ class Decoder(Protocol):
     gang: bool = False
     """True: all queried branches are evaluated in one step or none, and the decoder ends them itself (beams)."""
     revises: bool = False
-    """True: `advance` may take tokens back (`keep`). Like a gang's, its answers are then told when they end: nobody who
-    reads a stream can give tokens back. False: what `advance` appends stands, and is told at once."""
+    """True: `advance` may take tokens back (`keep`), or drop answers. Like a gang's, they are then told when they end:
+    nobody who reads a stream can give tokens back. False: what `advance` appends stands, and is told at once."""
     resumes: bool = False
     """True: a branch's state is the streams that it stands for, and what follows tokens that were drawn before is what
     would have followed. False: an interrupted request has to begin anew."""

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from pagedec.core.cached import note_cached, offer
-from pagedec.core.checks import check_rank, check_verdict
+from pagedec.core.checks import check_rank, check_told, check_verdict
 from pagedec.core.children import as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
 from pagedec.core.constraint import Forbidden
@@ -323,6 +323,8 @@ class Settler:
             score = parent.score if child.score is None else child.score
             out.finished.append(Hypothesis.ended(tip, cut, rank, score))
             cut_off.append(parent)
+        if tells and not given:
+            check_told(request, evaluated.keys(), verdict, ranks, out.finished)
         if cut_off:
             alive = {heir.child.parent for heir in out.heirs}
             out.dropped.extend(dict.fromkeys(branch for branch in cut_off if branch not in alive))

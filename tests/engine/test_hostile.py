@@ -3,6 +3,7 @@ their bits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from pagedec import SamplingParams
 from pagedec.core.protocol import DecoderContext, Verdict
 from pagedec.decoders import Sampling, decoder
-from pagedec.errors import RequestsFailed
+from pagedec.errors import RequestError, RequestsFailed
 from pagedec.outputs import RequestOutput
-from pagedec.params import BeamSearchParams
+from pagedec.params import BeamSearchParams, RequestOutputKind
 from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
 
 
@@ -113,3 +114,56 @@ def test_a_callback_fails(tiny: Tiny, expected: list[Tokens], what: str) -> None
     llm.loop.drive(lambda: sink.error is not None)
     assert "a user's callback" in str(sink.error)
     assert_whole(llm, expected)
+
+
+class FickleParams(SamplingParams):
+    """Three answers start. When they have three tokens, `turn` says what becomes of the next generation."""
+
+    turn: Any = staticmethod(lambda live: live)
+
+
+class DroppingParams(FickleParams):
+    turn: Any = staticmethod(lambda live: live[1:])
+
+
+class RenamingParams(FickleParams):
+    turn: Any = staticmethod(lambda live: tuple(replace(child, state=(i,)) for i, child in enumerate(live[1:])))
+
+
+class RenamingBackParams(FickleParams):
+    turn: Any = staticmethod(lambda live: (*live, replace(live[0], state=(2,))))
+
+
+@decoder("test-fickle", params=FickleParams)
+class Fickle(Sampling):
+    def __init__(self, params: FickleParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        self.turn = params.turn
+        self.revises = params.top_k == 7
+
+    def advance(self, queries: Any, answers: Any) -> Verdict:
+        verdict = super().advance(queries, answers)
+        length = self.context.history.depth[queries[0].branch.tip] - self.context.prompt_length
+        return Verdict(self.turn(verdict.live)) if length == 3 else verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (DroppingParams, "live is without a child of rank 0: must have one, of a branch of that rank, or be done: "),
+        (RenamingParams, "live is without a child of rank 0: must have one, of a branch of that rank, or be done: "),
+        (RenamingBackParams, "live is with a child of rank 2: must go on from a branch of that rank: what was told"),
+    ],
+)
+def test_what_was_told_stands(tiny: Tiny, kind: type[FickleParams], problem: str) -> None:
+    """Else a stream's reader had one answer's beginning and another one's end. Who says that it revises is told of when
+    it has ended."""
+    llm, params = tiny(), kind(n=3, seed=1, max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    with pytest.raises(RequestError, match=problem):
+        list(llm.stream([5, 17, 40], params))
+    if kind is RenamingBackParams:
+        return
+    [whole] = llm.generate([[5, 17, 40]], params.clone(top_k=7), use_tqdm=False)
+    told = [answer for output in llm.stream([5, 17, 40], params.clone(top_k=7)) for answer in output.outputs]
+    for answer in whole.outputs:
+        assert [t for part in told if part.index == answer.index for t in part.token_ids] == answer.token_ids
