@@ -73,7 +73,8 @@ class Inquiry(Generic[T]):
 
     def failure(self, error: Any, deadline: Deadline | None = None) -> PagedecError:
         """The exception of a call that has failed, which had to end by a deadline."""
-        found = failure_of(error, {**FIELDS, **self.names}, self.branch)
+        own = {"branch": f"branch {self.branch}"} if self.branch else {}
+        found = failure_of(error, {**FIELDS, **own, **self.names}, self.branch)
         if isinstance(found, ServerError) and found.status == "DEADLINE_EXCEEDED" and deadline is not None:
             problem = f"timeout is {deadline.seconds:g}: the call had not ended after so many seconds"
             return ServerError(found.status, found.reason, problem, found.retry, found.request_id)

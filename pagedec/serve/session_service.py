@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from pagedec.decoders.scoring import ScoreParams
@@ -97,7 +97,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             Addition(num_tokens, "max_tokens", f"{num_tokens} tokens in all answers"),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
-        with order.named(), renamed("prompt", "branch"), contextlib.ExitStack() as room:
+        with order.named(), _of_branch(branch), contextlib.ExitStack() as room:
             await self._leases.make_room(RPC.get().client, coming[1])
             room.enter_context(self._leases.room(RPC.get().client, *coming))
             if keep == "all":
@@ -180,7 +180,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         paths = {"continuations": "continuations", "logprobs": "logprobs", "max_tokens": "continuations"}
         order, begun = Order(params, paths), self._gateway.begun
         with (
-            renamed("prompt", "branch"),
+            _of_branch(branch),
             begun(order, branch.num_tokens, request.client_request_id) as name,
             order.named(),
         ):
@@ -281,6 +281,13 @@ def read_keep(keep: pb.Keep) -> str | int:
     if what == "answer":
         return keep.answer
     return what if what is not None and getattr(keep, what) else "first"
+
+
+@contextlib.contextmanager
+def _of_branch(branch: AsyncSessionBranch) -> Iterator[None]:
+    """Errors about a branch, or about a prompt, which it is for a request, are about the message's field."""
+    with renamed("prompt", "branch"), renamed(f"branch {branch.name}", "branch"):
+        yield
 
 
 def _answers(params: RequestParams) -> Addition:

@@ -115,6 +115,13 @@ def said(what: Callable[[Any], Any], asked: Any) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value).replace("same client", "same LLM").replace("Remote", "")
 
 
+def filled(branch: Any) -> Any:
+    """A fork whose context is full."""
+    fork = branch.fork()
+    fork.append([5] * fork.room)
+    return fork
+
+
 MISTAKES: dict[str, Callable[[Any], Any]] = {
     "an answer's number": lambda s: s.generate(max_tokens=2, n=2, keep=-1),
     "a word": lambda s: s.generate(max_tokens=2, keep="x"),
@@ -135,6 +142,8 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "no branches": lambda s: s.generate_all(5),
     "no branch": lambda s: s.generate_all([1]),
     "twice": lambda s: s.generate_all([s, s], max_tokens=2),
+    "a full branch": lambda s: filled(s).generate(max_tokens=2),
+    "a full branch's scores": lambda s: filled(s).score([[5]]),
     "a token": lambda s: s.generate(allowed_token_ids=[9999], max_tokens=2),
 }
 

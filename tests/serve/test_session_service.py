@@ -15,7 +15,7 @@ from pagedec import LLM
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2
 from pagedec.v1 import session_service_pb2 as pb
-from tests.serve.serving import Serving, greedy, parameters, prompt, reason
+from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -101,6 +101,15 @@ def test_every_call_is_as_offline(serve: Serve, llm: LLM) -> None:
         )
         assert tree.num_blocks_saved > 0 and tree.nodes[0].token_ids == PROMPT[: len(tree.nodes[0].token_ids)]
     assert held.close("0.0.1", "0.0") == 3 and held.close() == 0
+
+
+def test_a_full_branch_is_refused_by_its_field(serve: Serve) -> None:
+    held = Held(serve())
+    held.call("Append", pb.AppendRequest, token_ids=ids(*[5] * held.opened.branch.room))
+    with pytest.raises(grpc.RpcError) as caught:
+        held.generate(parameters(2))
+    [violation] = details(caught.value)["BadRequest"].field_violations
+    assert violation.field == "branch" and violation.description.startswith("branch is 256 tokens: must be at most")
 
 
 def test_marks_and_what_is_kept(serve: Serve, llm: LLM) -> None:
