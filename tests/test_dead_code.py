@@ -40,6 +40,7 @@ OUTSIDE = {
     "emit": "logging calls it",
     "get_stderr": "wsgiref calls it",
     "handle_error": "socketserver calls it",
+    "_print_message": "argparse calls it",
     "log_message": "http.server calls it",
     "app": "Ray Serve calls it, by its import path",
     "ListSessions": "gRPC calls it",
