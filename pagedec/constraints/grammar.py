@@ -89,9 +89,17 @@ def _problem(matcher: Any) -> str:
 class GrammarConstraint(Constraint):
     """A compiled grammar in a vocabulary of `vocab_size` tokens, for one request: what its masks take is counted.
     `stops` are the tokens that end an answer; in the matcher's vocabulary it is one token more, the last, that stands
-    for all of them. `kind`: of grammar, for errors."""
+    for all of them. `kind`: of grammar, for errors; `given_up` is called where the library gives up on it."""
 
-    def __init__(self, root: GrammarState, vocab_size: int, stops: Sequence[int], kind: str = "grammar") -> None:
+    def __init__(
+        self,
+        root: GrammarState,
+        vocab_size: int,
+        stops: Sequence[int],
+        kind: str = "grammar",
+        given_up: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._given_up = given_up
         self._root, self._vocab_size, self._kind = root, vocab_size, kind
         self._seconds, self._num_masks = 0.0, 0
         self._width, self._own_width = -(-vocab_size // 32), -(-(vocab_size + 1) // 32)
@@ -140,6 +148,7 @@ class GrammarConstraint(Constraint):
         try:
             yield
         except ValueError as error:
+            self._given_up()
             raise InvalidArgument(field, Shown("given"), f"must be what llguidance can carry out: {error}") from None
         self._seconds += time.thread_time() - began
         self._num_masks += 1
@@ -185,7 +194,8 @@ class Grammars:
                         self._compiled.popitem(last=False)
         with contextlib.suppress(KeyError):  # another thread has just given it up
             self._compiled.move_to_end(key)
-        return GrammarConstraint(root, self._vocab_size, stops, asked.kind)
+        # what cannot be gone on with is not kept: until it is given up it takes up to hundreds of megabytes
+        return GrammarConstraint(root, self._vocab_size, stops, asked.kind, lambda: self._compiled.pop(key, None))
 
     def has(self, asked: StructuredOutputsParams) -> bool:
         """It is compiled: `constraint` takes no time."""
@@ -277,9 +287,22 @@ def _on_deep_stack(compile: Callable[[], GrammarState]) -> GrammarState:
         finally:
             threading.stack_size(before)
     thread.join()
-    if isinstance(done[0], BaseException):
-        raise done[0]
-    return done[0]
+    found = done.pop()
+    if isinstance(found, InvalidArgument):
+        raise _without_frames(found)
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _without_frames(refused: InvalidArgument) -> InvalidArgument:
+    """The same, of which nothing holds what was compiled until then: hundreds of megabytes, which would stay for as
+    long as the error, or a cycle that it is part of."""
+    error: BaseException | None = refused
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    return refused
 
 
 def _check_named(field: str, grammar: str, kind: str) -> None:

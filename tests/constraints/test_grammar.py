@@ -7,6 +7,7 @@ import builtins
 import json
 import random
 import time
+import traceback
 from typing import Any
 
 import llguidance
@@ -314,6 +315,9 @@ def test_what_allows_no_text_is_refused_before_it_runs(asked: dict[str, Any], me
     with pytest.raises(InvalidArgument, match=message) as caught:
         constraint_of(asked)
     assert "<state>" not in str(caught.value)
+    frames = traceback.walk_tb(caught.value.__traceback__)
+    assert "_compile" not in [frame.f_code.co_name for frame, _ in frames], "it holds what was compiled"
+    assert getattr(caught.value.__context__, "__traceback__", None) is None
 
 
 def test_the_schema_that_allows_anything() -> None:
@@ -327,6 +331,7 @@ def test_what_a_grammar_cannot_go_on_with_is_told_in_a_line() -> None:
         for token in words().encode("aaaa") * 9:
             constraint.allowed(state)
             state = constraint.next(state, token)
+    assert not grammars().has(StructuredOutputsParams(regex="a{100000000}")), "nobody can use it, and it is large"
 
 
 def chained(count: int) -> str:
