@@ -33,11 +33,17 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object that describes rotation: transformers 5 holds all in rope_parameters, 4 has rope_scaling."""
-    rope = values.get("rope_parameters", values.get("rope_scaling", {}))
-    if not isinstance(rope, Mapping):
-        raise InvalidArgument("rope_parameters", rope, "must be an object")
-    return rope
+    """Return the object that describes rotation: transformers 5 holds all in rope_parameters, 4 has rope_scaling.
+
+    Where a config has both, rope_scaling counts, as in transformers: models' cards say to add it for longer contexts.
+    """
+    scaling, rope = values.get("rope_scaling", {}), values.get("rope_parameters", {})
+    for field, given in (("rope_scaling", scaling), ("rope_parameters", rope)):
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(field, given, "must be an object")
+    if scaling and isinstance(full := rope.get("full_attention"), Mapping):
+        return {**rope, "full_attention": {**full, **scaling}}
+    return scaling or rope
 
 
 def base_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,8 @@ def test_both_spellings_of_rope_and_dtype() -> None:
     assert from_hf_config(old).rope_theta == 5e5
     linear = SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert from_hf_config(linear).rope_scaling == RopeScaling("linear", 2.0)
+    for stale in ({}, {"rope_type": "default", "rope_theta": 500.0}):  # as in transformers, what was added counts
+        assert from_hf_config(linear | {"rope_parameters": stale}) == from_hf_config(linear)
 
 
 def test_the_context_that_yarn_gives() -> None:
@@ -193,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": 10**400}, "rope_theta is 1000.*: must be a finite number"),
     ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
-    ({"rope_scaling": [1]}, r"rope_parameters is \[1\]"),
+    ({"rope_scaling": [1]}, r"rope_scaling is \[1\]"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic': .*default, linear, llama3"),
     ({"rope_scaling": YARN | {"factor": 0}}, "rope_scaling.factor is 0"),
     ({"rope_scaling": YARN | {"factor": 1e300}}, "max_position_embeddings is 2147483647: must be at most"),

@@ -61,7 +61,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     rope, local_theta = _ropes(values)
     return Architecture(
         "gemma3",
-        **(base_fields(values | {"rope_parameters": rope}) | gemma_fields(values)),
+        **(base_fields(values | {"rope_scaling": {}, "rope_parameters": rope}) | gemma_fields(values)),
         qk_norm=True,
         local_rope_theta=local_theta,
         full_attention_layers=full_layers(values, default),
