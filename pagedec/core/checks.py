@@ -332,6 +332,12 @@ def check_told(
 ) -> None:
     """Raise where tokens that were told at once are of no answer any more, or of another one than they were: a reader
     knows answers by their ranks. `ranks`: the children's; `ended`: the answers that end with a child's tokens."""
+    if len(verdict.live) == len(asked) and not verdict.drop:
+        for child, branch in zip(verdict.live, asked, strict=True):
+            if child.parent is not branch or (child.state is not None and child.state != branch.state):
+                break
+        else:  # as nearly always: everybody goes on as himself
+            return
     rank_of, depth, first = request.decoder.rank, request.history.depth, request.prompt_length
     parents = {child.parent for child in verdict.live}
     gone = [branch for branch in dict.fromkeys((*asked, *verdict.drop)) if branch not in parents]
@@ -340,7 +346,7 @@ def check_told(
         for child, rank in zip(verdict.live, ranks, strict=True)
         if child.state is not None and child.state != child.parent.state
     ]
-    if not (gone or moved):  # as nearly always
+    if not (gone or moved):
         return
     told = {rank_of(branch.state) for branch in request.branches if depth[branch.tip] > first}
     before = {hypothesis.rank for hypothesis in request.done}
