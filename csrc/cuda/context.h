@@ -1,7 +1,6 @@
 // What a context is, and what it does besides launches (launch.h).
 #pragma once
 #include <atomic>
-#include <unordered_map>
 #include <vector>
 
 #include "cuda/launch.h"
@@ -40,9 +39,13 @@ struct pd_context : pagedec::Target {
   std::atomic<bool> busy{false};
   pagedec::Ranks *ranks = nullptr;
   std::vector<pd_recording *> recordings;  // that hold launches in this context
-  // Numbers of four bytes as the host has last written them, by their place: a hint of how many rows a step has, since
-  // kernels and other copies may have changed them.
-  std::unordered_map<const void *, int32_t> written;
+  // Numbers of four bytes as the host has last written them: a hint of how many rows a step has, since kernels and
+  // other copies may have changed them. Of steps' counters there are few.
+  struct Written {
+    const void *place;
+    int32_t number;
+  } written[64] = {};
+  unsigned num_written = 0;  // ever, so that the next one takes the room of the oldest
   bool is_for_few = false;  // what is being recorded: linear layers of few rows have one kernel
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention

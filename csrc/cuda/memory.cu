@@ -73,9 +73,12 @@ char *staged(pd_context &c, int64_t num_bytes) {
 }
 
 void note_written(pd_context &c, const void *to, const void *from) {
-  constexpr size_t kMost = 1024;  // places; of steps' counters there are few
-  if (c.written.size() >= kMost) c.written.clear();
-  memcpy(&c.written[to], from, sizeof(int32_t));
+  constexpr int kMost = sizeof c.written / sizeof c.written[0];
+  int at = 0;
+  while (at < kMost && c.written[at].place != to) at++;
+  if (at == kMost) at = (int)(c.num_written++ % kMost);
+  c.written[at].place = to;
+  memcpy(&c.written[at].number, from, sizeof(int32_t));
 }
 
 // Copies of memory that may move are carried out before the driver returns, so it would wait for ranks for ever: they
