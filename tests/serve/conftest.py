@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -84,3 +86,26 @@ def llm(tiny_path: Path) -> Iterator[LLM]:
     """The tiny model without a server."""
     with LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=64, max_model_len=256) as made:
         yield made
+
+
+class Compiling(NamedTuple):
+    """Grammars that are compiled when they may: `begun` is set when the first one is."""
+
+    begun: threading.Event
+    go_on: threading.Event
+
+
+@pytest.fixture
+def compiling(text_server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
+    """Holds what `text_server` compiles, until the test's end at the latest."""
+    grammars: Any = text_server.llm.engine.grammars
+    held, compile_ = Compiling(threading.Event(), threading.Event()), grammars._compile
+
+    def slow(*given: Any) -> Any:
+        held.begun.set()
+        assert held.go_on.wait(60)
+        return compile_(*given)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    yield held
+    held.go_on.set()

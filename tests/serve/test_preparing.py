@@ -21,6 +21,7 @@ from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
 from pagedec.v1 import prompt_pb2
 from pagedec.v1 import session_service_pb2 as sb
+from tests.serve.conftest import Compiling
 from tests.serve.serving import Loop, Serving, greedy, prompt
 from tests.support import wait_for
 
@@ -63,30 +64,21 @@ def asked(client: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 
 def test_grammars_that_wait_for_one_that_is_compiled_have_no_threads(
-    text_server: Serving, monkeypatch: pytest.MonkeyPatch
+    text_server: Serving, compiling: Compiling
 ) -> None:
     """Threads are few, and what is long of all calls needs them: sessions, long prompts, what an operator asks."""
-    grammars: Any = text_server.llm.engine.grammars
-    begun, go_on, compile_ = threading.Event(), threading.Event(), grammars._compile
-
-    def slow(*given: Any) -> Any:
-        begun.set()
-        assert go_on.wait(60)
-        return compile_(*given)
-
-    monkeypatch.setattr(grammars, "_compile", slow)
     calls = []
     for i in range(40):  # Python's own threads are at most 32
         asked = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(1))
         asked.parameters.constraint.regex = f"[0-9]{{2}}line{i}"
         calls.append(text_server.generation.Generate.future(asked))
     try:
-        assert begun.wait(30)
+        assert compiling.begun.wait(30)
         wait_for(lambda: len(text_server.server.gateway.running) == len(calls), 30)
         opened = text_server.sessions.OpenSession(sb.OpenSessionRequest(prompt=prompt([5, 9])), timeout=30)
         text_server.sessions.CloseSession(sb.CloseSessionRequest(session_id=opened.session_id), timeout=30)
     finally:
-        go_on.set()
+        compiling.go_on.set()
     for call in calls:
         call.result(60)
 
