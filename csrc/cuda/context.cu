@@ -37,6 +37,13 @@ int count_devices(const char *name) {
 
 PD_KERNEL(kWarp) nothing_kernel() {}
 
+// Whether the library has no code that the device runs. Else a kernel before may have failed, or there is no memory for
+// a context.
+bool is_of_code(cudaError_t error) {
+  return error == cudaErrorInvalidDeviceFunction || error == cudaErrorInvalidKernelImage ||
+         error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
+}
+
 // Whether kernels are there that the device runs. 0, or fail(...).
 int check_code(int32_t device) {
   int major = 0, minor = 0;
@@ -48,7 +55,7 @@ int check_code(int32_t device) {
                 minor, kOldest);
   cudaFuncAttributes found;
   const cudaError_t error = cudaFuncGetAttributes(&found, (const void *)nothing_kernel);
-  if (error == cudaSuccess) return 0;
+  if (!is_of_code(error)) return launched("pd_context_new", error);
   cudaGetLastError();
   constexpr const char *kNone =
       "pd_context_new: nothing here was built for device %d, of compute capability %d.%d (%s): make cuda does it";

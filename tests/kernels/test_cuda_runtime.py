@@ -47,7 +47,7 @@ def test_a_device_that_kernels_are_not_for(device: Library, major: int, problem:
 
 
 def test_a_device_that_is_lost(device: Library) -> None:
-    """Whoever waits first is told that it was a kernel before, and how to find it."""
+    """Whoever waits first is told that it was a kernel before, and how to find it; and so is who makes a context."""
     context = device.context()
     memory, fetch = DeviceMemory(context, 0), context.new_fetch(64)
     tensor, out = memory.zeros((16,), torch.int32), np.zeros(16, np.int32)
@@ -57,8 +57,11 @@ def test_a_device_that_is_lost(device: Library) -> None:
     for wait in (context.wait, lambda: fetch.end(out.ctypes.data), lambda: memory.get(tensor)):
         with pytest.raises(KernelError, match=f"^(await|pd_fetch_end): {why}"):
             wait()
+    with pytest.raises(KernelError, match=f"^pd_context_new: {why}"):
+        device.context()
     device.functions.pd_emulate_lost(0)
     assert not memory.get(tensor).any()
+    device.context().close()
 
 
 def used(context: Context) -> None:

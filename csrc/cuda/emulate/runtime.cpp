@@ -126,8 +126,11 @@ const char *cudaGetErrorString(cudaError_t value) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInitializationError: return "initialization error";
     case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorInvalidDeviceFunction: return "invalid device function";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorInvalidKernelImage: return "device kernel image is invalid";
     case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
+    case cudaErrorUnsupportedPtxVersion: return "the provided PTX was compiled with an unsupported toolchain.";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
@@ -163,6 +166,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int device) 
   return error(cudaErrorInvalidValue);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, const void *) {
+  if (is_lost) return error(cudaErrorIllegalAddress);
   return capability == 8 ? cudaSuccess : error(cudaErrorNoKernelImageForDevice);
 }
 cudaError_t cudaDeviceSynchronize() {

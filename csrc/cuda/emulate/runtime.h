@@ -14,7 +14,7 @@ struct Graph;
 constexpr int DEVICES = 2;  // with one memory
 
 void put(Stream *, std::function<std::string()> work);  // of the thread's device
-// For tests: from now on every wait fails, as after an illegal address, or no more.
+// For tests: from now on every wait fails, and whoever asks for a kernel, as after an illegal address, or no more.
 void lose(bool is_lost);
 void set_capability(int major);  // kernels are built for 8
 }  // namespace pagedec::emulate
@@ -26,8 +26,11 @@ enum cudaError_t {
   cudaErrorMemoryAllocation = 2,
   cudaErrorInitializationError = 3,
   cudaErrorInsufficientDriver = 35,
+  cudaErrorInvalidDeviceFunction = 98,
   cudaErrorInvalidDevice = 101,
+  cudaErrorInvalidKernelImage = 200,
   cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorUnsupportedPtxVersion = 222,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
