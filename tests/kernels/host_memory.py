@@ -14,8 +14,10 @@ from ctypes import Structure
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from pagedec.kernels import native
+from pagedec.kernels import native, native_program
+from pagedec.kernels.arena import Arena
 from pagedec.kernels.library import (
     CUDA,
     EMULATED_DEVICE,
@@ -25,6 +27,7 @@ from pagedec.kernels.library import (
     BlockFormat,
     Context,
     Dtype,
+    KernelError,
     Library,
     OpList,
 )
@@ -78,8 +81,18 @@ def serve_from_heap() -> None:
         [ctypes.c_void_p],
     )
     libc.free(libc.malloc(HEAP_BYTES))
+    native.Arena = _HeapArena  # type: ignore[misc]
     # pages that are given back to the system are not those that the device was shown
     native.trim = lambda: None  # type: ignore[attr-defined]
+
+
+class _HeapArena(Arena):
+    """For weights that backends pack: not out of mappings of their own."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        storage = torch.zeros(num_bytes + 64, dtype=torch.uint8)
+        start = -storage.data_ptr() % 64
+        return storage[start : start + num_bytes]
 
 
 def heap() -> tuple[int, int]:
@@ -104,9 +117,18 @@ def _shown(library: Library) -> tuple[int, int]:
 
 
 class WaitingContext(Context):
-    """Its calls are through when they return."""
+    """Its calls are through when they return. Packing leads to no memory but that which the device reaches: of records
+    the emulated device sees to it by itself."""
 
     __slots__ = ()
+
+    def _check(self, *addresses: int) -> None:
+        if reaches_all(self.isa):
+            return
+        begin, end = _shown(self.library)
+        for address in addresses:
+            if not begin <= address < end:
+                raise KernelError(f"{address:#x} is not in the heap, {begin:#x} to {end:#x}")
 
     def call(self, record: Structure) -> None:
         super().call(record)
@@ -121,18 +143,22 @@ class WaitingContext(Context):
         self.wait()
 
     def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        self._check(weight_address, packed_address)
         super().pack(weight_address, n, k, dtype, packed_address)
         self.wait()
 
     def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        self._check(weight_address, packed_address)
         super().pack_int8(weight_address, n, k, dtype, packed_address)
         self.wait()
 
     def pack_int8_weight_only(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        self._check(weight_address, packed_address)
         super().pack_int8_weight_only(weight_address, n, k, dtype, packed_address)
         self.wait()
 
     def pack_blocks(self, blocks_address: int, n: int, k: int, format: BlockFormat, packed_address: int) -> None:
+        self._check(blocks_address, packed_address)
         super().pack_blocks(blocks_address, n, k, format, packed_address)
         self.wait()
 
@@ -152,6 +178,12 @@ def of_nothing() -> int:
     return _somewhere.ctypes.data if _needs_arrays else 0
 
 
+def _address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int | None:
+    """What backends take for an array's, of nothing likewise: no step hands them a tensor without rows."""
+    place = native_program.address(tensor, dtype, what)
+    return place if tensor is None else place or of_nothing()
+
+
 class HostLibrary(Library):
     """A device's kernels for tests that hand it memory of the host. It lives as long as the process."""
 
@@ -161,6 +193,7 @@ class HostLibrary(Library):
         context = WaitingContext(self, num_threads, device)
         if self.isa == CUDA and not _needs_arrays:
             _needs_arrays.append(self)
+            native.address = _address
         if not reaches_all(self.isa):
             _shown(self)
             if self.isa == EMULATED_DEVICE:  # which is strict from then on

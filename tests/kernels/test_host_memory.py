@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulate
 PROGRAM = """
 import mmap, threading
 import numpy as np, torch
-from pagedec.kernels.library import EMULATED_DEVICE, KernelError, load
+from pagedec.kernels.library import EMULATED_DEVICE, Dtype, KernelError, load
+from pagedec.kernels.native import NativeBackend
 from tests.kernels import calls, host_memory
 host_memory.prepare([EMULATED_DEVICE])
 library = host_memory.host_library(load(EMULATED_DEVICE).path)
@@ -34,12 +35,19 @@ for vocab in (1, 3, 500, 70000):  # 70000: of a size that malloc otherwise maps 
     other = threading.Thread(target=work, args=(vocab,))
     other.start(), other.join()
 assert len(found) == 16 and all(found), found
-elsewhere = np.frombuffer(mmap.mmap(-1, 4096), np.float32).reshape(1, -1)
-try:
-    calls.argmax(context, elsewhere)
-except KernelError as error:
-    print(error)
+weight = NativeBackend(library, torch.float32).pack(torch.ones(64, 64))
+elsewhere = np.frombuffer(mmap.mmap(-1, 1 << 14), np.float32).reshape(64, 64)
+for use in (
+    lambda: calls.argmax(context, elsewhere),
+    lambda: context.pack(elsewhere.ctypes.data, 64, 64, Dtype.F32, weight.data.data_ptr()),
+    lambda: context.pack(torch.ones(64, 64).data_ptr(), 64, 64, Dtype.F32, elsewhere.ctypes.data),
+):
+    try:
+        use()
+    except KernelError as error:
+        print(str(error).replace(hex(elsewhere.ctypes.data), "it").split(",")[0])
 """
+TOLD = ["pd_argmax: logits points to memory that is not the device's", *["it is not in the heap"] * 2]
 
 
 def _run(*command: str, python_malloc: str = "malloc") -> subprocess.CompletedProcess[str]:
@@ -47,10 +55,10 @@ def _run(*command: str, python_malloc: str = "malloc") -> subprocess.CompletedPr
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True)
 
 
-def test_tensors_of_all_sizes_and_threads_lie_in_it() -> None:
+def test_tensors_of_all_sizes_and_threads_and_packed_weights_lie_in_it() -> None:
     told = _run("-c", PROGRAM)
     assert told.returncode == 0, told.stderr
-    assert told.stdout == "pd_argmax: logits points to memory that is not the device's\n"
+    assert told.stdout.splitlines() == TOLD
 
 
 @pytest.mark.long
