@@ -235,7 +235,7 @@ def test_bad_words_are_those_of_transformers(context: Context) -> None:
 
 def test_biases_are_those_of_transformers(context: Context) -> None:
     biases = ((0, 2.5), (7, -3.1), (19, 1e-3))
-    processor = transformers.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases])
+    processor = transformers.SequenceBiasLogitsProcessor({(token,): bias for token, bias in biases})
     against_transformers(context, LogitsRules(logit_bias=biases), processor, 1)
 
 
@@ -278,7 +278,7 @@ def test_processors_on_log_probabilities_are_those_of_transformers(context: Cont
     )
     processors = [
         transformers.NoBadWordsLogitsProcessor([[4], [1, 2]]),
-        transformers.SequenceBiasLogitsProcessor([[[0], 2.5], [[7], -3.1]]),
+        transformers.SequenceBiasLogitsProcessor({(0,): 2.5, (7,): -3.1}),
         transformers.NoRepeatNGramLogitsProcessor(2),
         transformers.RepetitionPenaltyLogitsProcessor(penalty),
     ]
