@@ -57,6 +57,8 @@ PD_DEVICE void put_bytes(uint8_t *cache, const BytePlace &place, int64_t dim, co
 // A warp a head: its norm, its rotation, then to q_out or to its slot.
 template <class E, int kKind>
 PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
+  let_next_begin();
+  await_kernels();
   const int num_heads = a.q_heads + 2 * a.kv_heads, lane = thread_index() % kWarp;
   const int64_t units = *a.num_rows * (int64_t)num_heads, step = (int64_t)num_grid_blocks() * kWarps;
   for (int64_t u = (int64_t)block_index() * kWarps + thread_index() / kWarp; u < units; u += step) {
@@ -153,7 +155,7 @@ auto rope_kv_write_of(int32_t kv_kind) {
 
 int enqueue_rope_kv_write(pd_context &c, const pd_rope_kv_write_args &a) {
   const auto kernel = of_dtype(a.dtype, [&](auto e) { return rope_kv_write_of<decltype(e)>(a.kv_kind); });
-  return launch(c, "pd_rope_kv_write", kernel, kThreads, a);
+  return launch_early(c, "pd_rope_kv_write", kernel, grid_of_rows(c, kThreads), a);
 }
 int enqueue_kv_copy(pd_context &c, const pd_kv_copy_args &a) {
   const auto kernel = a.kv_kind != PD_KV_PLAIN ? kv_copy_kernel<uint16_t, true>

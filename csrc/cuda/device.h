@@ -104,6 +104,16 @@ PD_DEVICE T load_whole(const void *p) {
   memcpy(&x, &whole, sizeof x);
   return x;
 }
+// Of kernels that launch_early() puts into the stream (launch.h). What the next one does before it waits may begin now;
+// and until all kernels before this one are through and what they have written is seen, which every thread of such a
+// kernel calls, whatever else it does. The instructions are SM90's: elsewhere nothing begins early.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+PD_DEVICE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+PD_DEVICE void await_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+PD_DEVICE void let_next_begin() {}
+PD_DEVICE void await_kernels() {}
+#endif
 // Of shared memory; in which order threads come must not show in what is made of it. The value before.
 PD_DEVICE uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicAdd(a.at(i), x); }
 PD_DEVICE uint32_t atomic_or(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicOr(a.at(i), x); }
@@ -173,6 +183,8 @@ inline T load_whole(const void *p) {
   memcpy(&x, p, sizeof x);
   return x;
 }
+inline void let_next_begin() {}
+using emulate::await_kernels;
 inline uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) {
   return emulate::change_atomically(a, i, [&](uint32_t before) { return before + x; });
 }

@@ -1,11 +1,12 @@
 // What the kernels of linear layers share: the order of sums, how rows are read, and what becomes of a sum.
 //
-// Bits     Every output is a sum over chunks of 256 of k, from the first on; a chunk's is the tensor cores' over k in
-//          steps of 32, two instructions each (fp32: one chain of products). Which kernel computes it, who in it, how
-//          many rows there are and where in their tile rows stand changes nothing.
-// Layout   W [N padded to 32][K padded to 32], with zeros. A lane has 16 bytes of a row, k = 8t ... 8t + 7 of 32
-//          (t = lane % 4), and of x likewise: what tensor cores take as k = 2t, 2t + 1, 2t + 8, 2t + 9 of two
-//          instructions is any k, if only it is the same of both.
+// Bits     Every output is a sum over chunks of 256 of k, from the first on; a chunk's is the tensor cores' over groups
+//          of 16 of k, in order (fp32: one chain of products). Which kernel computes it, who in it, how many rows there
+//          are and where in their tile rows stand changes nothing.
+// Layout   W of 16 bits: N padded to 32, K to 32, with zeros. A panel of 32 outputs is steps of 32 of k, each 2,048
+//          bytes in a row: of eight outputs at a time four pieces of 8 of k, 16 bytes an output. So a piece of eight
+//          outputs is the 128 bytes that tensor cores are given as a matrix, and weights are read as they lie. In fp32
+//          [N][K].
 #pragma once
 #include "common/blocks.h"
 #include "cuda/launch.h"
@@ -17,7 +18,7 @@ constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kPanel = 32, kChunk = 256, kStep = 32, kTileRows = 16;
 constexpr int kPanelTiles = kPanel / 8;
 constexpr int kSumStride = kPanel + 8;   // of a row of a panel's sums in shared memory: rows begin in different banks
-constexpr int kFewRows = 2 * kTileRows;  // that read weights once, straight to registers (gemm.cu)
+constexpr int kFewRows = 2 * kTileRows;  // for which a layer is its weights (gemm_few.cu)
 
 PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
 
@@ -35,6 +36,11 @@ PD_DEVICE Eight load_some(const E *p, int64_t num_left, bool is_aligned) {
     x.pairs[0] = x.pairs[0] << 16 | (i < num_left ? p[i].bits : 0u);
   }
   return x;
+}
+// Where a weight of 16 bits lies, in numbers.
+PD_DEVICE int64_t place_of_half(int64_t output, int64_t k, int64_t padded_k) {
+  const int64_t of = output % kPanel, at = k % kStep;
+  return (output - of) * padded_k + (k - at) * kPanel + ((of / 8 * (kStep / 8) + at / 8) * 8 + of % 8) * 8 + at % 8;
 }
 PD_DEVICE bool is_aligned(const void *x, int64_t k) { return k % 8 == 0 && (uintptr_t)x % 16 == 0; }
 
@@ -69,9 +75,9 @@ PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x
   store(a, at, x);
 }
 
-// Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
-bool is_for_few(const pd_context &);
-// For more than kFewRows rows of bf16 or fp16; where there are not as many, it does nothing (gemm_many.cu).
+// For up to so many rows of bf16 or fp16; where there are more, it does nothing (gemm_few.cu).
+int enqueue_few(pd_context &, const pd_gemm_args &, int most_rows);
+// For more than kFewRows of them; where there are not as many, it does nothing (gemm_many.cu).
 int enqueue_many(pd_context &, const pd_gemm_args &);
 // With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).
 int enqueue_int8(pd_context &, const pd_gemm_args &);

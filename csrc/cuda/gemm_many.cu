@@ -4,8 +4,8 @@
 // Tiles    128 x 128, of which a warp has 32 x 64; or 64 x 64 and 16 x 32, or 64 x 32 and 16 x 16, where there are few
 //          of the others. A thread has each of its outputs twice, the chunk's sum and that of the chunks before, which
 //          bounds a warp's tile.
-// Shared   A step of 32 of k is x [rows][32], then W [outputs][32], with nothing in between: what a warp loads of eight
-//          rows at a time is 512 bytes in a row, 16 a lane, so it meets no bank twice. A stage is two steps.
+// Shared   A step of 32 of k is x [four pieces of 8 of k][rows][8], then W as it lies, panel by panel: what a warp
+//          loads of eight rows of a piece is 128 bytes in a row, so it meets no bank twice. A stage is two steps.
 // Stream   Copies run ahead over the ends of tiles: while a tile's outputs are written, the next one's operands come.
 #include "cuda/gemm_tiles.h"
 #include "cuda/gemm_weight_only.h"
@@ -27,7 +27,7 @@ struct Stages {  // of shared memory, of tiles of a shape
   static constexpr int kStagePieces = kStageSteps * kStepPieces;
   static constexpr int number(int bytes) { return bytes / (kStagePieces * (int)sizeof(Eight)); }
   static constexpr int kMost = number(kMostBytes), kLeast = number(kLeastBytes);
-  static_assert(kLeast >= 2 && S::kRows % kLines == 0 && (S::kColumns % kLines == 0 || S::kColumns < kLines));
+  static_assert(kLeast >= 2 && S::kRows % kLines == 0);
 };
 
 template <class E, class S, bool kAligned, bool kBytes>
@@ -53,19 +53,24 @@ class Tiles {
  private:
   PD_DEVICE void find_next() {
     const TilePlace place = S::place(next_tile_, num_rows_, a_.n);
-    next_row_ = place.row + thread_index() / kPieces;
-    next_column_ = place.column + (kBytes ? 0 : thread_index() / kPieces);
+    next_row_ = place.row + thread_index() / kWarp * 8 + thread_index() % 8;
+    next_column_ = place.column;
     next_step_ = 0;
   }
   PD_DEVICE bool has_most() const { return last_stage_ == (P::kMost - 1) * P::kStagePieces; }
   PD_DEVICE void bring(int stage);
   PD_DEVICE void bring_weights(int stage);
-  PD_DEVICE void bring_bytes(int stage);
-  // Of output 8 j + g of the warp's; at: of the first.
-  PD_DEVICE Eight weights(int at, int j) const {
-    if constexpr (!kBytes) return pieces_[at + j * kWarp];
-    const Eight two = pieces_[at + j / 2 * kWarp];
-    return widen_eight<E>(two.pairs[j % 2 * 2], two.pairs[j % 2 * 2 + 1]);
+  // Of outputs 8 j + g of the warp's, as instructions take them: two numbers each.
+  PD_DEVICE void load_weights(int step, int j, uint32_t (&w)[4]) const {
+    const int of_w = step + S::kRows * kPieces;
+    if constexpr (kBytes) {
+      const Eight two = pieces_[of_w + (S::first_column() / 16 + j / 2) * kWarp + lane()];
+      const Eight one = widen_eight<E>(two.pairs[j % 2 * 2], two.pairs[j % 2 * 2 + 1]);
+      PD_UNROLL for (int i = 0; i < 4; i++) w[i] = one.pairs[i];
+    } else {
+      const int output = S::first_column() + 8 * j;
+      load_matrices(w, pieces_.at(of_w + output * kPieces + lane()));
+    }
   }
   PD_DEVICE void run_tile(int tile);
   PD_DEVICE void multiply(int step, Sums &sums) const;
@@ -76,7 +81,7 @@ class Tiles {
   const SharedArray<Eight> pieces_;  // [stages][x rows, outputs][kPieces]
   const SharedArray<float> sums_;    // [warps][kTileRows][kSumStride]
   int next_tile_, next_step_ = 0;    // whose operands come next
-  int next_row_ = 0, next_column_ = 0;  // of those, this thread's first
+  int next_row_ = 0, next_column_ = 0;  // of those, the first: of rows this thread's, of outputs the tile's
   int stage_;                           // that is multiplied: its first piece
 };
 
@@ -84,19 +89,19 @@ class Tiles {
 template <class E, class S, bool kAligned, bool kBytes>
 PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring(int stage) {
   if (next_tile_ < num_tiles_) {
-    const int at = next_step_ * kStep + thread_index() % kPieces * 8;
+    const int piece = lane() / 8, at = next_step_ * kStep + piece * 8;
     PD_UNROLL for (int i = 0; i < S::kRows / kLines; i++) {
       const int row = next_row_ + i * kLines;
       const E *from = (const E *)a_.x + (int64_t)row * a_.k + at;
       PD_UNROLL for (int step = 0; step < kStageSteps; step++) {
-        const int to = stage + step * P::kStepPieces + thread_index() + i * kThreads;
+        const int of_tile = thread_index() / kWarp * 8 + thread_index() % 8 + i * kLines;
+        const int to = stage + step * P::kStepPieces + piece * S::kRows + of_tile;
         const int left = row < num_rows_ ? a_.k - at - step * kStep : 0;
         if (kAligned) begin_copy(pieces_.at(to), from + step * kStep, left > 0);
         else pieces_[to] = load_some(from + step * kStep, left, false);
       }
     }
-    if constexpr (kBytes) bring_bytes(stage);
-    else bring_weights(stage);
+    bring_weights(stage);
     next_step_ += kStageSteps;
     if (next_step_ >= num_steps_) {
       next_tile_ += num_grid_blocks();
@@ -106,54 +111,35 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring(int stage) {
   end_copy_group();
 }
 
+// Of a panel a step is one run of memory.
 template <class E, class S, bool kAligned, bool kBytes>
 PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_weights(int stage) {
-  const int at = next_step_ * kStep + thread_index() % kPieces * 8, padded_k = num_steps_ * kStep;
-  PD_UNROLL for (int i = 0; i < (S::kColumns + kLines - 1) / kLines; i++) {
-    if (S::kColumns < kLines && thread_index() / kPieces >= S::kColumns) break;
-    const int row = next_column_ + i * kLines;
-    const E *from = (const E *)a_.packed + (int64_t)row * padded_k + at;
-    PD_UNROLL for (int step = 0; step < kStageSteps; step++)
-      begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + thread_index() + i * kThreads),
-                 from + step * kStep, row < padded(a_.n) && at + step * kStep < padded_k);
-  }
-}
-// Panels, of which a step is one run of memory.
-template <class E, class S, bool kAligned, bool kBytes>
-PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_bytes(int stage) {
-  constexpr int kOfPanel = kPanel * P::kWPieces, kOfStage = kStageSteps * S::kColumns * P::kWPieces;
+  constexpr int kOfPanel = kPanel * P::kWPieces, kOfStep = S::kColumns * P::kWPieces, kOfStage = kStageSteps * kOfStep;
   PD_UNROLL for (int i = 0; i < (kOfStage + kThreads - 1) / kThreads; i++) {
-    const int piece = i * kThreads + thread_index(), step = piece / (S::kColumns * P::kWPieces);
+    const int piece = i * kThreads + thread_index(), step = piece / kOfStep, in_step = piece % kOfStep;
     if (kOfStage < kThreads && piece >= kOfStage) break;
-    const int in_step = piece % (S::kColumns * P::kWPieces), column = next_column_ + in_step / kOfPanel * kPanel;
-    const char *from = (const char *)a_.packed + (int64_t)column * num_steps_ * kStep +
-                       (next_step_ + step) * kStep * kPanel + in_step % kOfPanel * 16;
-    begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + in_step), from,
-               column < padded(a_.n) && next_step_ + step < num_steps_);
+    const int column = next_column_ + in_step / kOfPanel * kPanel, at = next_step_ + step;
+    const int64_t of_w = ((int64_t)column / kPanel * num_steps_ + at) * kOfPanel + in_step % kOfPanel;
+    begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + in_step),
+               (const char *)a_.packed + of_w * (int64_t)sizeof(Eight), column < padded(a_.n) && at < num_steps_);
   }
 }
 
 template <class E, class S, bool kAligned, bool kBytes>
 PD_DEVICE void Tiles<E, S, kAligned, kBytes>::multiply(int step, Sums &sums) const {
-  // An instruction takes x in four registers in a row, which two loads bring alternately. Without an operation that is
-  // not a plain copy to the compiler, it copies them for every instruction anew: so they are ored with 0.
-  static_assert(PD_PLAIN == 0 && PD_INT8_WEIGHT_ONLY < 4);
-  const uint32_t zero = (uint32_t)a_.quantization / 4;
-  const int of_x = step + S::first_row() * kPieces + lane();
-  const int of_w = step + S::kRows * kPieces + S::first_column() * P::kWPieces + lane();
   uint32_t x[kRowTiles][2][4];
-  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
-    const Eight low = pieces_[of_x + 2 * tile * kWarp], high = pieces_[of_x + (2 * tile + 1) * kWarp];
-    PD_UNROLL for (int i = 0; i < 4; i++) {
-      x[tile][i / 2][i % 2 * 2] = low.pairs[i] | zero;
-      x[tile][i / 2][i % 2 * 2 + 1] = high.pairs[i] | zero;
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+    PD_UNROLL for (int i = 0; i < 2; i++) {
+      const int row = S::first_row() + tile * kTileRows + lane() % 16;
+      load_matrices(x[tile][i], pieces_.at(step + (2 * i + lane() / 16) * S::kRows + row));
     }
-  }
+  uint32_t w[2][4];  // loads and products stay in the order in which they stand: the next ones' are under way
+  load_weights(step, 0, w[0]);
   PD_UNROLL for (int j = 0; j < kColumnTiles; j++) {
-    const Eight w = weights(of_w, j);
+    if (j + 1 < kColumnTiles) load_weights(step, j + 1, w[(j + 1) % 2]);
     PD_UNROLL for (int i = 0; i < 2; i++)
       PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
-        multiply_add<E>(sums[tile][j], x[tile][i], w.pairs[2 * i], w.pairs[2 * i + 1]);
+        multiply_add<E>(sums[tile][j], x[tile][i], w[j % 2][2 * i], w[j % 2][2 * i + 1]);
   }
 }
 

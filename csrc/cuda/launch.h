@@ -86,6 +86,13 @@ struct Grid {
   int64_t shared_bytes;
 };
 
+// Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
+bool is_for_few(const pd_context &);
+// Of kernels that go through rows: where there are few, what most blocks would do is to begin.
+inline Grid grid_of_rows(const pd_context &c, int threads) {
+  return {threads, is_for_few(c) ? 1 : kBlocksAMultiprocessor};
+}
+
 // What is to be said of an error besides.
 const char *advice_on(cudaError_t);
 // An error that is told is forgotten: else the next launch would find it and take it for its own.
@@ -99,33 +106,61 @@ inline void ignore(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
 }
 #if defined(__CUDACC__)
-// One kernel, put into the context's stream.
 template <class... P, class... A>
-int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...), Grid grid, A... arguments) {
   constexpr int64_t kDeclared = 48 << 10;  // what a kernel may have without being allowed more
   if (grid.shared_bytes > kDeclared &&
       launched(name, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)grid.shared_bytes)))
     return -1;
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   const Target &on = target(c);
-  kernel<<<on.num_multiprocessors * grid.blocks, grid.threads, grid.shared_bytes, (cudaStream_t)on.stream>>>(
-      arguments...);
-  return launched(name, cudaGetLastError());
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(on.num_multiprocessors * grid.blocks), config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared_bytes, config.stream = (cudaStream_t)on.stream;
+  config.attrs = &early, config.numAttrs = is_early ? 1 : 0;
+  return launched(name, cudaLaunchKernelEx(&config, kernel, (P)arguments...));
+}
+// One kernel, put into the context's stream.
+template <class... P, class... A>
+int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+  return launch(c, name, false, kernel, grid, arguments...);
+}
+// One that may begin before those in front of it are through, until it waits for them (device.h): where its code has
+// the instruction, which depends on what it was compiled from, not on the device.
+template <class... P, class... A>
+int launch_early(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+  cudaFuncAttributes compiled;
+  if (launched(name, cudaFuncGetAttributes(&compiled, (const void *)kernel))) return -1;
+  return launch(c, name, compiled.ptxVersion >= 90, kernel, grid, arguments...);
 }
 inline int num_blocks(const pd_context &c, const Grid &grid) { return target(c).num_multiprocessors * grid.blocks; }
 #else
 inline int num_blocks(const pd_context &c, const Grid &) { return target(c).num_multiprocessors; }
 template <class... P, class... A>
-int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...), Grid grid, A... arguments) {
   const Target &on = target(c);
   if (grid.shared_bytes > on.max_shared_bytes) return launched(name, cudaErrorInvalidValue);
   if (emulate::device_now() != on.device) return launched(name, cudaErrorInvalidResourceHandle);
   emulate::put((cudaStream_t)on.stream, [=, blocks = num_blocks(c, grid)] {
     const std::string problem =
-        emulate::run(blocks, grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
+        emulate::run(blocks, grid.threads, grid.shared_bytes, [&] {
+          kernel(arguments...);
+          if (is_early) emulate::check_awaited();
+        });
     return problem.empty() ? problem : std::string(name) + ": " + problem;
   });
   return launched(name, cudaGetLastError());
+}
+template <class... P, class... A>
+int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+  return launch(c, name, false, kernel, grid, arguments...);
+}
+template <class... P, class... A>
+int launch_early(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+  return launch(c, name, true, kernel, grid, arguments...);
 }
 #endif
 

@@ -53,13 +53,15 @@ PD_DEVICE void load_transposed(uint32_t (&r)[4], const void *row) {
                : "memory");
 }
 // 16 or 4 bytes into shared memory, or zeros; they are there when the thread has waited for the group they are in, and
-// for the others when they have met it since.
-template <int kBytes = 16>
+// for the others when they have met it since. kAgain: they are wanted again, so the first cache keeps them.
+template <int kBytes = 16, bool kAgain = false>
 PD_DEVICE void begin_copy(void *to, const void *from, bool is_read) {
   static_assert(kBytes == 16 || kBytes == 4);
   const uint32_t at = shared_address(to);
   const int read = is_read ? kBytes : 0;
-  if constexpr (kBytes == 16)
+  if constexpr (kBytes == 16 && kAgain)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(read) : "memory");
+  else if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(read) : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(read) : "memory");
@@ -106,7 +108,7 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 inline void load_matrices(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, false); }
 inline void load_transposed(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, true); }
-template <int kBytes = 16>
+template <int kBytes = 16, bool kAgain = false>
 void begin_copy(void *to, const void *from, bool is_read) {
   emulate::begin_copy((char *)to, (const char *)from, kBytes, is_read);
 }

@@ -22,8 +22,36 @@ PD_DEVICE void each_value(int dim, const Value &value, const Put &put) {
   }
 }
 
+// Of a row whose values threads keep: the sums are those of a longer one.
+template <class E>
+PD_DEVICE void rms_norm_kept(const pd_rms_norm_args &a) {
+  float weight[kAhead], kept[kAhead];
+  const auto each = [&](const auto &visit) {
+    PD_UNROLL for (int j = 0; j < kAhead; j++)
+      if (thread_index() + j * kThreads < a.dim) visit(j, thread_index() + j * kThreads);
+  };
+  each([&](int j, int i) { weight[j] = a.weight[i]; });  // which no kernel writes
+  await_kernels();
+  for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
+    const float *x = a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim;
+    float sum = 0.0f;
+    each([&](int j, int i) { kept[j] = x[i]; });
+    each([&](int j, int) { sum = sum + kept[j] * kept[j]; });
+    const float scale = quotient(1.0f, square_root(quotient(block_sum<kWarps>(sum), (float)a.dim) + a.eps));
+    E *out = (E *)a.out + r * a.dim;
+    each([&](int j, int i) {
+      const float y = kept[j] * scale * weight[j];
+      kept[j] = a.add ? to_float(out[i]) + y : y;
+    });
+    each([&](int j, int i) { out[i] = from_float<E>(kept[j]); });
+  }
+}
+
 template <class E>
 PD_KERNEL(kThreads) rms_norm_kernel(pd_rms_norm_args a) {
+  let_next_begin();
+  if (a.dim <= kAhead * kThreads) return rms_norm_kept<E>(a);
+  await_kernels();
   for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
     const float *x = a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim;
     float sum = 0.0f;
@@ -41,6 +69,8 @@ PD_KERNEL(kThreads) rms_norm_kernel(pd_rms_norm_args a) {
 // The mean is subtracted before squares are summed: no cancellation where it is large.
 template <class E>
 PD_KERNEL(kThreads) layer_norm_kernel(pd_layer_norm_args a) {
+  let_next_begin();
+  await_kernels();
   for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
     const float *x = a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim;
     float sum = 0.0f, squares = 0.0f;
@@ -61,11 +91,11 @@ PD_KERNEL(kThreads) layer_norm_kernel(pd_layer_norm_args a) {
 
 int enqueue_rms_norm(pd_context &c, const pd_rms_norm_args &a) {
   const auto kernel = of_dtype(a.dtype, [](auto e) { return rms_norm_kernel<decltype(e)>; });
-  return launch(c, "pd_rms_norm", kernel, kThreads, a);
+  return launch_early(c, "pd_rms_norm", kernel, grid_of_rows(c, kThreads), a);
 }
 int enqueue_layer_norm(pd_context &c, const pd_layer_norm_args &a) {
   const auto kernel = of_dtype(a.dtype, [](auto e) { return layer_norm_kernel<decltype(e)>; });
-  return launch(c, "pd_layer_norm", kernel, kThreads, a);
+  return launch_early(c, "pd_layer_norm", kernel, grid_of_rows(c, kThreads), a);
 }
 
 }  // namespace pagedec

@@ -143,12 +143,12 @@ int prepare(pd_context &c, const pd_program &p) {
 std::shared_mutex captures;
 std::atomic<int64_t> num_recorded{0};
 
-int record(pd_context &c, const pd_program &p, pd_recording &r, bool is_for_few) {
+int record(pd_context &c, const pd_program &p, pd_recording &r, bool for_few) {
   const cudaStream_t stream = stream_of(c);
   const std::shared_lock lock(captures);
   if (launched("pd_run_program", cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal))) return -1;
   num_recorded++;
-  c.is_for_few = is_for_few;
+  c.is_for_few = for_few;
   const int failed = carry_out(c, p.ops, p.num_ops);
   c.is_for_few = false;
   cudaGraph_t graph = nullptr;
@@ -165,7 +165,7 @@ int repeat(pd_context &c, const pd_recording &r) {
 
 }  // namespace
 
-bool gemm::is_for_few(const pd_context &c) { return c.is_for_few; }
+bool is_for_few(const pd_context &c) { return c.is_for_few; }
 
 int await_devices() {
   const std::lock_guard lock(captures);

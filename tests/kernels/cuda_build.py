@@ -29,6 +29,11 @@ class Build:
     logs: Path
     kept: Path
 
+    def ptx(self, name: str) -> str:
+        """Of a source; where it has some for several targets, nvcc names them."""
+        found = sorted(self.kept.glob(f"{name}*.ptx"), key=lambda path: path.stat().st_mtime)
+        return next(path.read_text(encoding="utf-8") for path in reversed(found) if path.name.split(".")[0] == name)
+
     def log(self, source: Path) -> str:
         path = self.logs / f"{source.name}.txt"
         return path.read_text(encoding="utf-8") if path.is_file() else f"it was not compiled:\n{self.told}"

@@ -57,6 +57,7 @@ struct Fiber {
   Waits waits = Waits::nothing;
   int copy_group = 0;  // that the next copy is of
   std::vector<Copy> copies{};
+  bool has_awaited = false;  // the kernels before
 };
 
 struct Warp {
@@ -225,6 +226,10 @@ void note(Changes &all) {  // one more, by this thread
 const Place &place() { return m.place; }
 void set_seed(uint64_t seed) { m.seed = seed; }
 bool is_running() { return is_running_now; }
+void await_kernels() { m.fiber().has_awaited = true; }
+void check_awaited() {
+  if (!m.fiber().has_awaited) fault("a kernel that may begin early has not awaited those before it");
+}
 
 std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body) {
   if (num_threads < 1 || num_threads > MAX_THREADS) return "a block of " + std::to_string(num_threads) + " threads";

@@ -30,6 +30,11 @@ std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std
 // Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
 void set_seed(uint64_t seed);
 
+// A kernel that may begin before those in front of it are through must wait for them, in every thread: here nothing
+// begins early, and a thread that has ended without having waited is a fault.
+void await_kernels();
+void check_awaited();
+
 // Whether this thread carries out a kernel.
 bool is_running();
 
