@@ -14,11 +14,11 @@
 # status is the number of those that failed.
 set -uo pipefail
 
-STAGES="device build smoke engine copy attention linear decode kernels readout ranks sanitizer"
+STAGES="device build smoke engine copy attention linear decode beam kernels readout ranks sanitizer"
 # Seconds: with less a stage is not begun, and after the most it is stopped.
-declare -A LEAST=([device]=5 [build]=100 [smoke]=25 [engine]=40 [copy]=10 [attention]=30 [linear]=25 [decode]=50
+declare -A LEAST=([device]=5 [build]=100 [smoke]=25 [engine]=40 [copy]=10 [attention]=30 [linear]=25 [decode]=45 [beam]=25
   [kernels]=45 [readout]=15 [ranks]=5 [sanitizer]=30)
-declare -A MOST=([device]=60 [build]=150 [smoke]=60 [engine]=90 [copy]=30 [attention]=80 [linear]=70 [decode]=100
+declare -A MOST=([device]=60 [build]=150 [smoke]=60 [engine]=90 [copy]=30 [attention]=80 [linear]=70 [decode]=100 [beam]=60
   [kernels]=150 [readout]=40 [ranks]=100 [sanitizer]=120)
 TOTAL=${GPU_CHECK_SECONDS:-570}
 # What is near a processor's in seconds: of linear layers, of attention, and tokens of an engine in need of room.
@@ -119,6 +119,7 @@ attention() { "$python" benchmarks/gpu_attention.py; }
 linear() { "$python" benchmarks/gpu_linear.py --beside q4_k q6_k int8_weight_only; }
 readout() { "$python" benchmarks/gpu_readout.py; }
 decode() { "$python" benchmarks/gpu_decode.py; }
+beam() { "$python" benchmarks/gpu_beam.py; }
 
 # Over the smallest benchmarks: all that kernels touch there is the device's own memory, each array by itself.
 sanitizer() {

@@ -59,8 +59,10 @@ def weight_bytes(arch: Architecture) -> int:
     return 2 * arch.hidden_size * (arch.num_layers * layer + arch.vocab_size)
 
 
-def load(isa: str, dtype: str, smoke: bool, num_tokens: int, backend: str, block_size: int) -> LLM:
-    """The model in an engine with room for so many tokens, each sequence's last block not counted."""
+def load(
+    isa: str, dtype: str, smoke: bool, num_tokens: int, backend: str = "auto", block_size: int = 16, most: int = 256
+) -> LLM:
+    """The model in an engine with room for so many tokens, each sequence's last block not counted, and `most` branches."""
     os.environ["PAGEDEC_ISA"] = isa
     dummy._random_normal = OneTensor()
     settings = {
@@ -70,6 +72,7 @@ def load(isa: str, dtype: str, smoke: bool, num_tokens: int, backend: str, block
         "enable_prefix_caching": False,
         "num_blocks": -(-num_tokens // block_size) + (0 if block_size == 16 else MOST),
         "block_size": block_size,
+        "max_num_seqs": most,
         "attention_backend": backend,
     }
     if not smoke:

@@ -47,7 +47,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_it_runs_is_there() -> None:
-    assert len(benchmarks()) == 6 and len(modules()) > 30
+    assert len(benchmarks()) == 7 and len(modules()) > 30
     assert all((ROOT / path).is_file() for path in modules())
 
 
