@@ -62,7 +62,7 @@ def weight_bytes(arch: Architecture) -> int:
 def load(
     isa: str, dtype: str, smoke: bool, num_tokens: int, backend: str = "auto", block_size: int = 16, most: int = 256
 ) -> LLM:
-    """The model in an engine with room for so many tokens, each sequence's last block not counted, and `most` branches."""
+    """The model in an engine with room for so many tokens, each sequence's last block not counted; most: branches."""
     os.environ["PAGEDEC_ISA"] = isa
     dummy._random_normal = OneTensor()
     settings = {
