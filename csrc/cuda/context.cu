@@ -73,10 +73,11 @@ bool begin(pd_context &c, int32_t device) {
   if (check_code(device)) return false;
   cudaStream_t stream = nullptr;
   cudaError_t error = cudaDeviceGetAttribute(&c.num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  int shared_bytes = 0;
+  int shared_bytes = 0, cache_bytes = 0;
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  c.max_shared_bytes = shared_bytes;
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device);
+  c.max_shared_bytes = shared_bytes, c.cache_bytes = cache_bytes;
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (launched("pd_context_new", error)) return false;
   c.stream = stream;

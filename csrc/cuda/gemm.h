@@ -61,8 +61,13 @@ PD_DEVICE void store(const pd_gemm_args &a, int64_t at, float x) {
   else ((uint16_t *)a.y)[at] = half;
 }
 
-// One output of a row, to y: a lane a column of the panel.
-PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
+// What one output of a row is added to, if it is: a lane a column of the panel.
+PD_DEVICE float before_sum(const pd_gemm_args &a, int64_t row, int64_t panel, bool is_there) {
+  const int64_t column = panel * kPanel + thread_index() % kWarp;
+  return is_there && a.epilogue == PD_ADD && column < a.n ? ((const float *)a.y)[row * a.n + column] : 0.0f;
+}
+// One output of a row, to y. before: before_sum(), which may be asked for long before.
+PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there, float before) {
   const int lane = thread_index() % kWarp;
   const bool gated = is_gated(a.epilogue);
   const int64_t column = gated ? panel * (kPanel / 2) + lane : panel * kPanel + lane;
@@ -70,9 +75,11 @@ PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x
   if (a.bias && (gated || column < width)) x = x + a.bias[panel * kPanel + lane];
   x = activated(a.epilogue, x, shuffle_xor(x, kPanel / 2));
   if (!is_there || column >= width || (gated && lane >= kPanel / 2)) return;
-  const int64_t at = row * width + column;
-  if (a.epilogue == PD_ADD) x = ((float *)a.y)[at] + x;
-  store(a, at, x);
+  if (a.epilogue == PD_ADD) x = before + x;
+  store(a, row * width + column, x);
+}
+PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
+  finish(a, row, panel, x, is_there, before_sum(a, row, panel, is_there));
 }
 
 // For up to so many rows of bf16 or fp16; where there are more, it does nothing (gemm_few.cu).

@@ -4,18 +4,21 @@
 //          the ends of chunks and panels, and waits for nobody: at few rows a layer is its weights, which lie in the
 //          order in which they are read. Chunks' sums meet in shared memory.
 // Rows     W is what tensor cores take 16 rows of, x what they take 8 columns of: 8, 16 or 32 rows are 1, 2 or 4 tiles.
+#include <algorithm>
+
 #include "cuda/gemm.h"
 #include "cuda/gemm_weight_only.h"
 
 namespace pagedec::gemm {
 namespace {
 
-constexpr int kBlocks = 1;  // of a multiprocessor
+constexpr int kBlocks = 1;  // of a multiprocessor, which has room for one more: the next layer's may begin
 // Of a block; on some devices (SM86, SM89, SM120) it has no more.
 constexpr int kSharedBytes = 99 << 10;
 constexpr int kChunkSteps = kChunk / kStep, kPieces = kStep / 8;  // pieces: of 16 bytes, of a row in a step
 constexpr int kPartialStride = kPanel + 1;                        // of a row of a chunk's sums
 constexpr int kLargestTiles = kFewRows / 8;
+constexpr int kAhead = 3;  // of the second cache the share that what is read ahead may take
 
 // How shared memory is divided.
 template <int kTiles, bool kBytes>
@@ -135,9 +138,18 @@ class Stream {
   int stage_ = 0;        // that is multiplied next
 };
 
+// While kernels run that are none of weights, and while blocks of this one end, memory would be idle: the second cache
+// takes what comes first of the next layer's weights, a part of it from each block that is through with its own.
+PD_DEVICE void read_ahead(const pd_gemm_args &a, int64_t bytes) {
+  constexpr int kLine = 128;
+  const int64_t step = (int64_t)num_grid_blocks() * kThreads * kLine;
+  for (int64_t at = ((int64_t)block_index() * kThreads + thread_index()) * kLine; at < bytes; at += step)
+    prefetch_line((const char *)a.next_packed + at);
+}
+
 // All panels, for kRows rows at a time.
 template <class E, int kTiles, bool kBytes, bool kAligned>
-PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, const SharedMemory &memory) {
+PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int64_t bytes_ahead, const SharedMemory &memory) {
   using R = Room<kTiles, kBytes>;
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const auto partial = memory.part<float>(0, R::kSums);
@@ -145,8 +157,12 @@ PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, const SharedMemor
       a, num_rows, memory.part<Eight>(4 * R::kSums, kWarps * R::kDepth * R::kStagePieces));
   stream.begin();
   const int num_chunks = stream.num_chunks();
+  if (block_index() >= stream.num_items()) read_ahead(a, bytes_ahead);
   for (int item = block_index(); item < stream.num_items(); item += num_grid_blocks()) {
-    float own[kTiles] = {};  // outputs of a thread: column `lane` of rows warp, warp + 8, ...
+    const int row = stream.row_of(item) + warp, panel = stream.panel_of(item);
+    // Outputs of a thread: column `lane` of rows warp, warp + 8, ...
+    float own[kTiles] = {}, before[kTiles];
+    PD_UNROLL for (int i = 0; i < kTiles; i++) before[i] = before_sum(a, row + 8 * i, panel, row + 8 * i < num_rows);
     for (int first = 0; first < num_chunks; first += R::kSlots) {
       const int stop = lower(first + R::kSlots, num_chunks);
       for (int chunk = first + warp; chunk < stop; chunk += kWarps) {
@@ -165,26 +181,26 @@ PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, const SharedMemor
           own[i] = own[i] + partial[(slot * R::kRows + warp + 8 * i) * kPartialStride + lane];
       sync_block();
     }
-    const int row = stream.row_of(item), panel = stream.panel_of(item);
+    if (item + num_grid_blocks() >= stream.num_items()) read_ahead(a, bytes_ahead);
     const float scale = kBytes ? weight_scales(a)[panel * kPanel + lane] : 1.0f;
     PD_ROLLED for (int i = 0; i < kTiles; i++) {  // one body: activations are long
-      const int r = row + warp + 8 * i;
-      finish(a, r, panel, kBytes ? own[0] * scale : own[0], r < num_rows);
-      PD_UNROLL for (int j = 1; j < kTiles; j++) own[j - 1] = own[j];
+      const int r = row + 8 * i;
+      finish(a, r, panel, kBytes ? own[0] * scale : own[0], r < num_rows, before[0]);
+      PD_UNROLL for (int j = 1; j < kTiles; j++) own[j - 1] = own[j], before[j - 1] = before[j];
     }
   }
 }
 
 template <class E, bool kBytes>
-PD_KERNEL_BLOCKS(kThreads, kBlocks) gemm_few_kernel(pd_gemm_args a, int most_rows) {
+PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) gemm_few_kernel(pd_gemm_args a, int most_rows, int64_t bytes_ahead) {
   let_next_begin();
   LAUNCHED_SHARED(memory);
   const int num_rows = *a.num_rows;  // which no kernel writes either
   if (num_rows > most_rows) return await_kernels();
-  if (!is_aligned(a.x, a.k)) run_panels<E, kLargestTiles, kBytes, false>(a, num_rows, memory);
-  else if (num_rows <= 8) run_panels<E, 1, kBytes, true>(a, num_rows, memory);
-  else if (num_rows <= 16) run_panels<E, 2, kBytes, true>(a, num_rows, memory);
-  else run_panels<E, kLargestTiles, kBytes, true>(a, num_rows, memory);
+  if (!is_aligned(a.x, a.k)) run_panels<E, kLargestTiles, kBytes, false>(a, num_rows, bytes_ahead, memory);
+  else if (num_rows <= 8) run_panels<E, 1, kBytes, true>(a, num_rows, bytes_ahead, memory);
+  else if (num_rows <= 16) run_panels<E, 2, kBytes, true>(a, num_rows, bytes_ahead, memory);
+  else run_panels<E, kLargestTiles, kBytes, true>(a, num_rows, bytes_ahead, memory);
 }
 
 }  // namespace
@@ -193,8 +209,9 @@ int enqueue_few(pd_context &c, const pd_gemm_args &a, int most_rows) {
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_few_kernel<bf16, true> : gemm_few_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_few_kernel<fp16, true> : gemm_few_kernel<fp16, false>;
+  const int64_t ahead = a.next_packed ? std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
   return launch_early(c, "pd_gemm", a.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, kBlocks, kSharedBytes), a,
-                      most_rows);
+                      most_rows, ahead);
 }
 
 }  // namespace pagedec::gemm

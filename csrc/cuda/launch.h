@@ -14,6 +14,7 @@ namespace pagedec {
 struct Target {
   int32_t device = 0, num_multiprocessors = 1;
   int64_t max_shared_bytes = 0;  // of a block
+  int64_t cache_bytes = 0;       // of the second cache
   void *stream = nullptr;
 };
 const Target &target(const pd_context &);

@@ -159,6 +159,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int device) 
   if (device < 0 || device >= DEVICES) return error(cudaErrorInvalidDevice);
   switch (name) {
     case cudaDevAttrMultiProcessorCount: return *value = MULTIPROCESSORS, cudaSuccess;
+    case cudaDevAttrL2CacheSize: return *value = 1 << 16, cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = SHARED_BYTES[device], cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: return *value = capability, cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: return *value = 0, cudaSuccess;
