@@ -20,7 +20,8 @@ PD_KERNEL(kRowThreads) argmax_kernel(pd_argmax_args a) {
   for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
     const float *x = a.logits + r * a.vocab;
     Best best{-INFINITY, INT32_MAX};
-    each_logit(x, a.vocab, [&](int64_t t, float value) { best = better(best, {without_nan(value), (int32_t)t}); });
+    const auto visit = [&](int64_t t, float value) { best = better(best, {without_nan(value), (int32_t)t}); };
+    each_logit_of_four(x, a.vocab, visit);
     for (int mask = kWarp / 2; mask; mask /= 2)
       best = better(best, {shuffle_xor(best.value, mask), shuffle_xor(best.token, mask)});
     if (thread_index() % kWarp == 0) values[thread_index() / kWarp] = best.value;
