@@ -209,7 +209,7 @@ int enqueue_few(pd_context &c, const pd_gemm_args &a, int most_rows) {
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_few_kernel<bf16, true> : gemm_few_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_few_kernel<fp16, true> : gemm_few_kernel<fp16, false>;
-  const int64_t ahead = a.next_packed ? std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
+  const int64_t ahead = a.next_packed && reads_ahead(c) ? std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
   return launch_early(c, "pd_gemm", a.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, kBlocks, kSharedBytes), a,
                       most_rows, ahead);
 }

@@ -51,6 +51,14 @@ int one(pd_context &c, const pd_op &op, bool runs) {
   return fail("pd_run: op.kind is %d, for which there is no CUDA kernel", op.kind);
 }
 
+// Whether what a linear layer brings to the second cache would be there when the next one runs: caches that attention
+// reads in between are larger.
+bool is_kept(const pd_op *ops, int64_t i, int64_t num_ops) {
+  for (i++; i < num_ops && ops[i].kind != PD_OP_GEMM; i++)
+    if (ops[i].kind == PD_OP_ATTENTION) return false;
+  return true;
+}
+
 int single(pd_context *context, pd_op_kind kind, const void *args) {
   const pd_op op{kind, 0, args};
   return pd_run(context, &op, 1);
@@ -64,10 +72,14 @@ int carry_out(pd_context &c, const pd_op *ops, int64_t num_ops) {
     if (one(c, ops[i], false)) return -1;
     if (ops[i].kind == PD_OP_ATTENTION && reserve_attention(c, *(const pd_attention_args *)ops[i].args)) return -1;
   }
-  for (int64_t i = 0; i < num_ops; i++)
+  for (int64_t i = 0; i < num_ops; i++) {
+    if (ops[i].kind == PD_OP_GEMM) c.reads_ahead = is_kept(ops, i, num_ops);
     if (one(c, ops[i], true)) return -1;
+  }
   return 0;
 }
+
+bool reads_ahead(const pd_context &c) { return c.reads_ahead; }
 
 }  // namespace pagedec
 
