@@ -8,6 +8,7 @@
 
 #include "cuda/gemm.h"
 #include "cuda/gemm_weight_only.h"
+#include "plan/words.h"
 
 namespace pagedec::gemm {
 namespace {
@@ -140,16 +141,21 @@ class Stream {
 
 // While kernels run that are none of weights, and while blocks of this one end, memory would be idle: the second cache
 // takes what comes first of the next layer's weights, a part of it from each block that is through with its own.
-PD_DEVICE void read_ahead(const pd_gemm_args &a, int64_t bytes) {
+PD_DEVICE void read_ahead(const pd_gemm_args &a, int bytes) {
   constexpr int kLine = 128;
-  const int64_t step = (int64_t)num_grid_blocks() * kThreads * kLine;
-  for (int64_t at = ((int64_t)block_index() * kThreads + thread_index()) * kLine; at < bytes; at += step)
+  const int step = num_grid_blocks() * kThreads * kLine;
+  for (int at = (block_index() * kThreads + thread_index()) * kLine; at < bytes; at += step)
     prefetch_line((const char *)a.next_packed + at);
+}
+
+// What attention reads in between, which pushes out of the second cache what came before it.
+PD_DEVICE int64_t cache_bytes(const plan::Header &h) {
+  return (int64_t)h.units.count * TILE * h.kv_heads * h.head_dim * 4;  // K and V, two bytes a value
 }
 
 // All panels, for kRows rows at a time.
 template <class E, int kTiles, bool kBytes, bool kAligned>
-PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int64_t bytes_ahead, const SharedMemory &memory) {
+PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int bytes_ahead, const SharedMemory &memory) {
   using R = Room<kTiles, kBytes>;
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const auto partial = memory.part<float>(0, R::kSums);
@@ -192,11 +198,13 @@ PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int64_t bytes_ahe
 }
 
 template <class E, bool kBytes>
-PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) gemm_few_kernel(pd_gemm_args a, int most_rows, int64_t bytes_ahead) {
+PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) gemm_few_kernel(pd_gemm_args a, int most_rows, int bytes_ahead,
+                                                                 const plan::Header *between) {
   let_next_begin();
   LAUNCHED_SHARED(memory);
   const int num_rows = *a.num_rows;  // which no kernel writes either
   if (num_rows > most_rows) return await_kernels();
+  if (between && cache_bytes(*between) > bytes_ahead) bytes_ahead = 0;
   if (!is_aligned(a.x, a.k)) run_panels<E, kLargestTiles, kBytes, false>(a, num_rows, bytes_ahead, memory);
   else if (num_rows <= 8) run_panels<E, 1, kBytes, true>(a, num_rows, bytes_ahead, memory);
   else if (num_rows <= 16) run_panels<E, 2, kBytes, true>(a, num_rows, bytes_ahead, memory);
@@ -209,9 +217,9 @@ int enqueue_few(pd_context &c, const pd_gemm_args &a, int most_rows) {
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_few_kernel<bf16, true> : gemm_few_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_few_kernel<fp16, true> : gemm_few_kernel<fp16, false>;
-  const int64_t ahead = a.next_packed && reads_ahead(c) ? std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
+  const int ahead = a.next_packed ? (int)std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
   return launch_early(c, "pd_gemm", a.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, kBlocks, kSharedBytes), a,
-                      most_rows, ahead);
+                      most_rows, ahead, (const plan::Header *)plan_between(c));
 }
 
 }  // namespace pagedec::gemm

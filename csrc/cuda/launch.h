@@ -89,8 +89,8 @@ struct Grid {
 
 // Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
 bool is_for_few(const pd_context &);
-// Whether a linear layer is to bring the next one's weights to the second cache (program.cu).
-bool reads_ahead(const pd_context &);
+// The words of a plan, where attention follows the linear layer that is put into the stream (program.cu); or NULL.
+const void *plan_between(const pd_context &);
 // Of kernels that go through rows: where there are few, what most blocks would do is to begin.
 inline Grid grid_of_rows(const pd_context &c, int threads) {
   return {threads, is_for_few(c) ? 1 : kBlocksAMultiprocessor};

@@ -51,12 +51,12 @@ int one(pd_context &c, const pd_op &op, bool runs) {
   return fail("pd_run: op.kind is %d, for which there is no CUDA kernel", op.kind);
 }
 
-// Whether what a linear layer brings to the second cache would be there when the next one runs: caches that attention
-// reads in between are larger.
-bool is_kept(const pd_op *ops, int64_t i, int64_t num_ops) {
+// The plan of the attention between a linear layer and the next one.
+const void *plan_behind(const pd_op *ops, int64_t i, int64_t num_ops) {
   for (i++; i < num_ops && ops[i].kind != PD_OP_GEMM; i++)
-    if (ops[i].kind == PD_OP_ATTENTION) return false;
-  return true;
+    if (ops[i].kind == PD_OP_ATTENTION)
+      return ((const pd_device_plan *)((const pd_attention_args *)ops[i].args)->plan)->resident.get();
+  return nullptr;
 }
 
 int single(pd_context *context, pd_op_kind kind, const void *args) {
@@ -73,13 +73,13 @@ int carry_out(pd_context &c, const pd_op *ops, int64_t num_ops) {
     if (ops[i].kind == PD_OP_ATTENTION && reserve_attention(c, *(const pd_attention_args *)ops[i].args)) return -1;
   }
   for (int64_t i = 0; i < num_ops; i++) {
-    if (ops[i].kind == PD_OP_GEMM) c.reads_ahead = is_kept(ops, i, num_ops);
+    if (ops[i].kind == PD_OP_GEMM) c.between = plan_behind(ops, i, num_ops);
     if (one(c, ops[i], true)) return -1;
   }
   return 0;
 }
 
-bool reads_ahead(const pd_context &c) { return c.reads_ahead; }
+const void *plan_between(const pd_context &c) { return c.between; }
 
 }  // namespace pagedec
 
