@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kTogether = 8;  // moves that a thread has under way
+constexpr int kAhead = 4;     // and numbers of a head, since to a compiler what is written may be what is read next
 
 // Where a slot's head begins, in elements from a layer's start.
 PD_DEVICE int64_t place_of(int32_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int32_t block_size) {
@@ -85,8 +86,15 @@ PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
     }
     E *out = is_q ? (E *)a.q_out + (row * a.q_heads + head) * dim
                   : (E *)(is_v ? a.v_cache : a.k_cache) + place_of(slot, kv_head, a.kv_heads, dim, a.block_size);
-    for (int d = lane; d < dim; d += kWarp)
-      out[d] = is_v ? in[d] : from_float<E>(turned(a, in, norm, scale, row, d));
+    for (int first = lane; first < dim; first += kAhead * kWarp) {
+      E y[kAhead];
+      PD_UNROLL for (int j = 0; j < kAhead; j++) {
+        const int d = first + j * kWarp;
+        if (d < dim) y[j] = is_v ? in[d] : from_float<E>(turned(a, in, norm, scale, row, d));
+      }
+      PD_UNROLL for (int j = 0; j < kAhead; j++)
+        if (first + j * kWarp < dim) out[first + j * kWarp] = y[j];
+    }
   }
 }
 
