@@ -109,6 +109,7 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          h.kv_heads,
          h.head_dim,
          std::countr_zero((uint32_t)h.block_size),
+         0,
          0};
   if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
   if (put_walk(c, w, h)) return -1;

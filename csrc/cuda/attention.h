@@ -32,10 +32,10 @@ class Walk {
     static_assert(T::kStages <= kMostStages);
   }
 
-  PD_DEVICE void run() {
-    const int32_t *indptr = p_.template of<int32_t>(h_.worker_indptr);
-    for (int w = block_index(); w < h_.num_workers; w += num_grid_blocks())
-      for (int i = indptr[w]; i < indptr[w + 1]; i++) run_span(p_.template of<plan::Span>(h_.spans)[i]);
+  // Spans from i on until `last`, or the next one.
+  PD_DEVICE int run(int i, int) {
+    run_span(p_.template of<plan::Span>(h_.spans)[i]);
+    return i + 1;
   }
 
  private:
@@ -226,13 +226,13 @@ PD_DEVICE void Walk<T>::weigh(const plan::Unit &u, int stage, const Sight &sight
       const float before = m_[tile][half];
       float top = before;
       for (int w = 0; w < kWarps; w++) top = fmaxf(top, tops_[w * ROWS_MAX + row]);
-      const float by = top == before ? 1.0f : exp2f(before - top), shift = top == -INFINITY ? 0.0f : top;
+      const float by = top == before ? 1.0f : power_of_two(before - top), shift = top == -INFINITY ? 0.0f : top;
       m_[tile][half] = top;
       float sum = l_[tile][half] * by;
       PD_UNROLL for (int j = 0; j < kPieces; j++)
         PD_UNROLL for (int i = 0; i < 2; i++) o_[tile][j][2 * half + i] = o_[tile][j][2 * half + i] * by;
       PD_UNROLL for (int n = 0; n < 2; n++) {
-        const float p0 = exp2f(s[tile][n][2 * half] - shift), p1 = exp2f(s[tile][n][2 * half + 1] - shift);
+        const float p0 = power_of_two(s[tile][n][2 * half] - shift), p1 = power_of_two(s[tile][n][2 * half + 1] - shift);
         sum = sum + (p0 + p1);
         const int at = start + 8 * n;
         tiles_.put_probabilities(row, column + 8 * n, scales.times_seen(2 * n, p0, at >= begin && at < end),
@@ -378,6 +378,18 @@ PD_DEVICE void Walk<T>::run_span(const plan::Span &span) {
     end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
     item++;
   }
+}
+
+// A worker's spans: those of few rows to the first, which leaves the others to the second.
+template <class Few, class Many>
+PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_many) {
+  const Sections p{*(const plan::Header *)w.words, w.words};
+  const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr);
+  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks())
+    for (int i = indptr[worker], last = indptr[worker + 1]; i < last;) {
+      i = run_few(i, last);
+      if (i < last) i = run_many(i, last);
+    }
 }
 
 }  // namespace pagedec::attention

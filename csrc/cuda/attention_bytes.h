@@ -1,6 +1,7 @@
 // Attention over a cache of bytes on tensor cores: bytes come to shared memory, and are widened on their way from there
 // to the instructions. Products, sums and their order are those of a plain cache of the same numbers.
 #pragma once
+#include "cuda/attention_byte_stages.h"
 #include "cuda/attention_half.h"
 
 namespace pagedec::attention {
@@ -31,7 +32,7 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
     return kGroup * (kWarps * (piece / 2) + warp) + kGroup / 2 * (piece % 2);
   }
 
-  struct Found : FoundTokens<4> {
+  struct Found : FoundOld<4> {
     int slot;  // whose scale a thread copies, of K or of V
     bool has_scale;
   };
@@ -45,7 +46,7 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
   }
   template <class Start>
   PD_DEVICE void begin(int stage, const Found &found, int dim, const Start &start, const M *k, const M *v) const {
-    copy_unit<4, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
+    copy_old<4, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
   }
   // Copies are of four bytes at least: two tokens' scales, and which it is.
   template <class Start>
@@ -120,8 +121,9 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
 
 template <class E, int kKind>
 int put_kind(pd_context &c, const Work &w, int head_dim) {
-  if (head_dim <= 64) return put<ByteTiles<E, 64, 4, kKind>>(c, w);
-  return head_dim <= 128 ? put<ByteTiles<E, 128, 3, kKind>>(c, w) : put<ByteTiles<E, 256, 2, kKind>>(c, w);
+  if (head_dim <= 64) return put<ByteTiles<E, 64, 4, kKind>, ByteStages<E, 64, kKind>>(c, w);
+  return head_dim <= 128 ? put<ByteTiles<E, 128, 3, kKind>, ByteStages<E, 128, kKind>>(c, w)
+                         : put<ByteTiles<E, 256, 2, kKind>, ByteStages<E, 256, kKind>>(c, w);
 }
 
 template <class E>

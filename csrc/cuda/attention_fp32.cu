@@ -116,7 +116,9 @@ struct Fp32Tiles {
 template <int kHead, bool kBytes>
 PD_KERNEL(kThreads) fp32_kernel(Work w) {
   LAUNCHED_SHARED(memory);
-  Walk<Fp32Tiles<kHead, kBytes>>(w, memory).run();
+  Walk<Fp32Tiles<kHead, kBytes>> walk(w, memory);
+  const auto run = [&](int i, int last) { return walk.run(i, last); };
+  walk_spans(w, run, run);
 }
 
 template <int kHead, bool kBytes>

@@ -1,14 +1,14 @@
 // Attention on tensor cores, in bf16 and fp16: K and V of a unit come to shared memory while the unit before is
 // computed.
 #pragma once
+#include <algorithm>
+
 #include "cuda/attention.h"
+#include "cuda/attention_few.h"
 #include "cuda/matrix.h"
 
 namespace pagedec::attention {
 namespace {
-
-constexpr int kCopiedBytes = 16;  // that one copy brings
-constexpr int kStepTokens = 16;  // of V, that one instruction multiplies
 
 // What K and V are multiplied by. Rows of shared memory are 16 bytes longer than they need be, so that eight of them
 // begin in different banks. P: of probabilities.
@@ -52,7 +52,7 @@ struct Factors {
 
 // The tokens of a unit of which a thread copies a part, and of the unit which lanes are seen by which rows.
 template <int kThreadsAToken>
-struct FoundTokens {
+struct FoundOld {
   static constexpr int kApart = kThreads / kThreadsAToken, kTokens = TILE / kApart;
   int slots[kTokens];
   uint32_t is_seen, lanes;  // is_seen: a bit a token
@@ -74,8 +74,8 @@ PD_DEVICE void await_stage(int stages) {
 
 // Begins the copies of a unit's K and V.
 template <int kThreadsAToken, int kHead, class M, class Start>
-PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride,
-                         const FoundTokens<kThreadsAToken> &found, int dim, const Start &start, const M *k,
+PD_DEVICE void copy_old(const SharedArray<M> &kv, int of_k, int of_v, int stride,
+                         const FoundOld<kThreadsAToken> &found, int dim, const Start &start, const M *k,
                          const M *v) {
   constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
   PD_UNROLL for (int i = 0; i < found.kTokens; i++) {
@@ -99,7 +99,7 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   static constexpr bool kHasScales = false;
   static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 8;
   static constexpr bool kAnyStages = kHead > 64;
-  using Found = FoundTokens<8>;
+  using Found = FoundOld<8>;
   static constexpr int64_t bytes(int stages) { return F::kEnd + 2 * stages * TILE * kStride * 2; }
 
   PD_DEVICE HalfTiles(const SharedMemory &memory, int num_stages, const plan::Header &)
@@ -116,7 +116,7 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   }
   template <class Start>
   PD_DEVICE void begin(int stage, const Found &found, int dim, const Start &start, const E *k, const E *v) const {
-    copy_unit<8, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
+    copy_old<8, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
   }
   static PD_DEVICE void end_bringing() { end_copy_group(); }
   static PD_DEVICE void await(int stages) { await_stage<kAnyStages, kStages>(stages); }
@@ -227,10 +227,12 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   const SharedArray<E> kv;  // [stages][K, V][TILE][kStride]
 };
 
-template <class T>
+template <class T, class S>
 PD_KERNEL_BLOCKS(kThreads, kBlocksAtATime) half_kernel(Work w) {
   LAUNCHED_SHARED(memory);
-  Walk<T>(w, memory).run();
+  walk_spans(
+      w, [&](int i, int last) { return Few<S>(w, memory).run(i, last); },
+      [&](int i, int last) { return Walk<T>(w, memory).run(i, last); });
 }
 
 // Of which a multiprocessor has so many for all of its blocks, of which the driver takes a little of each. For two
@@ -244,18 +246,33 @@ int stages_for(int64_t most_of_block) {
   const bool has_two = 2 * (T::bytes(T::kStages - 1) + kTaken) <= most_of_block + kTaken;
   return has_room && !(is_for_one && has_two) ? T::kStages : T::kStages - 1;
 }
+template <class F>
+int few_stages(int64_t most_of_block) {
+  constexpr int64_t kTaken = (1 << 10) + 128;
+  const auto fitting = [&](int64_t room) {
+    int stages = F::kMostStages;
+    while (stages && F::bytes(stages) > room) stages--;
+    return stages;
+  };
+  const int of_two = fitting((most_of_block + kTaken) / 2 - kTaken);
+  return of_two > 1 ? of_two : fitting(most_of_block);
+}
 
 // What T says of its shared memory is what a launch gives.
-template <class T>
+template <class T, class S>
 int put(pd_context &c, Work w) {
-  w.num_stages = stages_for<T>(target(c).max_shared_bytes);
-  return launch(c, "pd_attention", half_kernel<T>, Grid(kThreads, kBlocksAtATime, T::bytes(w.num_stages)), w);
+  using F = Few<S>;
+  const int64_t most = target(c).max_shared_bytes;
+  w.num_stages = stages_for<T>(most), w.few_stages = few_stages<F>(most);
+  const int64_t bytes = std::max(T::bytes(w.num_stages), F::bytes(w.few_stages));
+  return launch(c, "pd_attention", half_kernel<T, S>, Grid(kThreads, kBlocksAtATime, bytes), w);
 }
 
 template <class E>
 int put_plain(pd_context &c, const Work &w, int head_dim) {
-  if (head_dim <= 64) return put<HalfTiles<E, 64, 3>>(c, w);
-  return head_dim <= 128 ? put<HalfTiles<E, 128, 3>>(c, w) : put<HalfTiles<E, 256, 2>>(c, w);
+  if (head_dim <= 64) return put<HalfTiles<E, 64, 3>, HalfStages<E, 64>>(c, w);
+  return head_dim <= 128 ? put<HalfTiles<E, 128, 3>, HalfStages<E, 128>>(c, w)
+                         : put<HalfTiles<E, 256, 2>, HalfStages<E, 256>>(c, w);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What a launch of attention is given, and what walks (attention.h) and merges have in common.
 #pragma once
 #include "cuda/launch.h"
+#include "cuda/matrix.h"
 #include "plan/words.h"
 
 namespace pagedec::attention {
@@ -25,7 +26,7 @@ struct Work {
   float *totals;                       // what threads have folded, by block
   float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
   int kv_heads, head_dim, block_shift; // a block has 1 << block_shift slots
-  int num_stages;                      // of tiles
+  int num_stages, few_stages;          // of tiles, where there are many packed rows, and where there are few
 };
 
 // A plan's words, section by section.
@@ -64,6 +65,18 @@ struct Sight {
   PD_DEVICE bool has_row(int row) const { return row >= row0 && row < row1; }
   PD_DEVICE bool has_tile(int tile) const { return tile * kTileRows < row1 && (tile + 1) * kTileRows > row0; }
   PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
+  // Of a tile that begins at `start`, whose packed row `lane` sees positions begin .. end - 1.
+  PD_DEVICE void find(int start, int begin, int end) {
+    const bool is_there = has_row(thread_index() % kWarp);
+    begin = is_there ? within(begin - start, 0, TILE) : 0, end = is_there ? within(end - start, 0, TILE) : TILE;
+    const bool sees = is_there && begin < end;
+    first = sees ? begin : TILE, last = sees ? end : 0, all_first = begin, all_last = end;
+    for (int mask = kWarp / 2; mask; mask /= 2) {
+      first = lower(first, shuffle_xor(first, mask)), last = upper(last, shuffle_xor(last, mask));
+      all_first = upper(all_first, shuffle_xor(all_first, mask));
+      all_last = lower(all_last, shuffle_xor(all_last, mask));
+    }
+  }
   // Its lanes in a word, and back.
   PD_DEVICE uint32_t lanes() const { return pack_bytes(first, last, all_first, all_last); }
   static PD_DEVICE Sight of(int row0, int row1, uint32_t lanes) {
@@ -99,7 +112,7 @@ PD_DEVICE bool any_of_block(bool mine) {
 // (o, m, l) += (bo, bm, bl): how chunks are put together, always from left to right.
 struct Fold {
   float top, x, y;
-  PD_DEVICE Fold(float m, float bm) : top(m > bm ? m : bm), x(exp2f(m - top)), y(exp2f(bm - top)) {}
+  PD_DEVICE Fold(float m, float bm) : top(m > bm ? m : bm), x(power_of_two(m - top)), y(power_of_two(bm - top)) {}
   PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
 };
 PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }

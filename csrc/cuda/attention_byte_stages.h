@@ -1,0 +1,76 @@
+// K and V of units in shared memory as bytes, which are widened on their way from there to the instructions. Products,
+// sums and their order are those of a plain cache of the same numbers.
+#pragma once
+#include "cuda/attention_stages.h"
+#include "cuda/kv_bytes.h"
+
+namespace pagedec::attention {
+namespace {
+
+// V's scales are in the probabilities, whose product needs bf16's range: fp16's least number is 2^-24. Bytes are never
+// infinite or NaN, so what a row does not see only needs a probability of 0.
+template <class Element, int kHead, int kKind>
+struct ByteStages {
+  using E = Element;
+  using M = uint8_t;
+  using P = bf16;
+  static constexpr bool kHasScales = true;
+  static constexpr int kColumns = kHead, kStride = kHead + 16, kThreadsAToken = 4;
+  static constexpr int kMostStages = kHead <= 64 ? 6 : kHead <= 128 ? 5 : 2;
+  static constexpr int64_t kStageBytes = 2 * TILE * (kStride + 2 * 4);
+
+  PD_DEVICE ByteStages(const SharedMemory &memory, int64_t at, int num_stages)
+      : words(memory.part<uint32_t>(at, 2 * num_stages * TILE)),
+        shifts(memory.part<uint32_t>(at + num_stages * 8 * TILE, 2 * num_stages * TILE)),
+        kv(memory.part<uint8_t>(at + num_stages * 16 * TILE, 2 * num_stages * TILE * kStride)) {}
+
+  static PD_DEVICE int tile_at(int stage, bool is_v) { return (2 * stage + is_v) * TILE * kStride; }
+
+  PD_DEVICE void clear_columns(int num_stages, int dim, const M *k) const {
+    begin_zeros<kHead>(kv, 2 * num_stages * TILE, kStride, dim, k);
+  }
+  template <class Start>
+  PD_DEVICE void begin(int stage, const FoundTokens<kThreadsAToken> &found, int dim, const Start &start, const M *k,
+                       const M *v) const {
+    copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
+  }
+  // A thread's is token thread % TILE, of K or of V. Copies are of four bytes at least: two tokens' scales, and which.
+  PD_DEVICE void begin_scale(int stage, bool is_seen, int64_t from, const M *k, const M *v) const {
+    const int at = 2 * stage * TILE + thread_index();
+    begin_copy<4>(words.at(at), (thread_index() < TILE ? k : v) + from / 4 * 4, is_seen);
+    shifts[at] = (uint32_t)(from % 4 * 8);
+  }
+  // Of the tokens that a thread has logits of, among the 16 from `token` on.
+  PD_DEVICE Scales scales(int stage, bool is_v, int token) const {
+    const int first = (2 * stage + is_v) * TILE + token + 2 * (thread_index() % kWarp % 4);
+    Scales scales;
+    PD_UNROLL for (int i = 0; i < 4; i++) {
+      const int at = first + 8 * (i / 2) + i % 2;
+      scales.by[i] = bits_float((uint32_t)words[at] >> (uint32_t)shifts[at] << 16);
+    }
+    return scales;
+  }
+  // As HalfStages': of eight tokens two groups, then of the next eight.
+  PD_DEVICE void load_keys(int stage, int token, int column, uint32_t (&b)[2][4]) const {
+    const int lane = thread_index() % kWarp;
+    uint32_t bytes[4];
+    load_matrices(bytes, kv.at(tile_at(stage, false) + (token + lane / 16 * 8 + lane % 8) * kStride +
+                               lane / 8 % 2 * kGroup + column));
+    PD_UNROLL for (int step = 0; step < 2; step++)
+      PD_UNROLL for (int n = 0; n < 2; n++)
+        widen<E, kKind>(bytes[2 * n + step], b[step][2 * n], b[step][2 * n + 1]);
+  }
+  PD_DEVICE void load_values(int stage, int token, int column, uint32_t (&b)[2][4]) const {
+    uint32_t bytes[4];
+    load_transposed(bytes, kv.at(tile_at(stage, true) + (token + thread_index() % kWarp) * kStride + column));
+    PD_UNROLL for (int i = 0; i < 4; i++) widen<bf16, kKind>(bytes[i], b[i / 2][i % 2], b[i / 2][2 + i % 2]);
+  }
+  PD_DEVICE bool has_poison(int, const Sight &, int) const { return false; }
+
+ private:
+  const SharedArray<uint32_t> words, shifts;  // [stages][K, V][TILE]
+  const SharedArray<uint8_t> kv;              // [stages][K, V][TILE][kStride]
+};
+
+}  // namespace
+}  // namespace pagedec::attention
