@@ -71,9 +71,8 @@ int put_walk(pd_context &c, const Work &w, const plan::Header &h) {
 }
 
 int64_t totals_bytes(const pd_context &c, const plan::Header &h) {
-  const int64_t pieces = columns_of(h.dtype, h.head_dim) / (8 * kWarps) + 1;  // and one of m and l
-  return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * kRowTiles * pieces * 4 * kThreads *
-         (int64_t)sizeof(float);
+  const int64_t pieces = columns_of(h.dtype, h.head_dim) / 8 + 1;  // and one of m and l
+  return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * pieces * 4 * kThreads * (int64_t)sizeof(float);
 }
 
 }  // namespace

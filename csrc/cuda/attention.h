@@ -380,16 +380,4 @@ PD_DEVICE void Walk<T>::run_span(const plan::Span &span) {
   }
 }
 
-// A worker's spans: those of few rows to the first, which leaves the others to the second.
-template <class Few, class Many>
-PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_many) {
-  const Sections p{*(const plan::Header *)w.words, w.words};
-  const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr);
-  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks())
-    for (int i = indptr[worker], last = indptr[worker + 1]; i < last;) {
-      i = run_few(i, last);
-      if (i < last) i = run_many(i, last);
-    }
-}
-
 }  // namespace pagedec::attention

@@ -8,21 +8,12 @@
 //          record of the one behind them is read.
 // Order    As in attention.h.
 #pragma once
-#include "cuda/attention_rows.h"
-#include "cuda/attention_stages.h"
+#include "cuda/attention_units.h"
 
 namespace pagedec::attention {
 namespace {
 
-// Of a unit that is on its way.
-struct alignas(16) Mark {
-  int start;
-  uint32_t lanes;       // as Sight's
-  int row0_row1;        // packed rows, 16 bits each
-  int is_whole;         // all rows see all of it
-};
-// 16 bytes of a row of queries; what the warps have found of a row.
-struct alignas(16) Words { uint32_t of[4]; };
+// What the warps have found of a row.
 struct alignas(16) OfWarps { float of[kWarps]; };
 
 template <class S>
@@ -59,21 +50,10 @@ class Few {
     int begin, end;          // positions that the packed row `lane` sees
     int all_begin, all_end;  // that all rows see
   };
-  // The unit that is brought next. A thread has of its block ids those that it needs.
-  struct Ahead {
-    const plan::Unit *unit;
-    int tile, row0, row1, path;
-    int blocks[FoundTokens<S::kThreadsAToken>::kTokens];
-    int block_of_scale;
-  };
-
   PD_DEVICE bool open(Side &side, int i) const;
   PD_DEVICE void look_ahead();
   PD_DEVICE void bring(int stage);
-  PD_DEVICE void copy(int stage, int start, int first, int last) const;
-  PD_DEVICE void await_unit() const;
   PD_DEVICE void run_span(int i, int &stage);
-  PD_DEVICE void load_queries();
   PD_DEVICE void run_unit(int stage);
   PD_DEVICE void add_logits(int stage, float (&s)[2][4]) const;
   PD_DEVICE void scale_logits(int stage, float (&s)[2][4]) const;
@@ -101,7 +81,7 @@ class Few {
   const SharedArray<Words> whole_q_;
   const SharedArray<uint32_t> p_of_;      // probabilities, pairs
   Side brought_, now_;
-  Ahead ahead_;
+  UnitAhead<S> ahead_;
   bool has_ahead_;
   const plan::Unit *units_left_, *units_end_;  // of the span that is brought
   int brought_span_, last_span_;
@@ -140,86 +120,25 @@ PD_DEVICE void Few<S>::look_ahead() {
     const plan::Item &end = items[span.num_items - 1];
     units_left_ = units + items[0].unit0, units_end_ = units + end.unit0 + end.num_units;
   }
-  const plan::Unit &u = *units_left_++;
-  using Found = FoundTokens<S::kThreadsAToken>;
-  ahead_.unit = &u;
-  ahead_.tile = u.tile, ahead_.row0 = u.row0, ahead_.row1 = u.row1, ahead_.path = u.path;
-  PD_UNROLL for (int n = 0; n < Found::kTokens; n++) ahead_.blocks[n] = u.blocks[Found::token(n) >> w_.block_shift];
-  if (S::kHasScales) ahead_.block_of_scale = u.blocks[thread_index() % TILE >> w_.block_shift];
+  ahead_.read(*units_left_++, w_.block_shift);
 }
 
 template <class S>
 PD_DEVICE void Few<S>::bring(int stage) {
   if (has_ahead_) {
     const int start = ahead_.tile * TILE, heads = brought_.rows.heads;
-    const int row0 = ahead_.row0 * heads, row1 = ahead_.row1 * heads;
-    const bool is_whole = ahead_.path < 0 && row0 == 0 && row1 == brought_.rows.num_packed &&
-                          start >= brought_.all_begin && start + TILE <= brought_.all_end;
-    Sight sight{row0, row1, 0, TILE, 0, TILE};
-    if (!is_whole) sight.find(start, brought_.begin, brought_.end);
-    if (thread_index() == 0) marks_[stage] = Mark{start, sight.lanes(), row0 | row1 << 16, is_whole};
-    copy(stage, start, sight.first, sight.last);
+    Sight sight{ahead_.row0 * heads, ahead_.row1 * heads, 0, TILE, 0, TILE};
+    const bool is_whole = ahead_.is_whole(sight, brought_.rows.num_packed, brought_.all_begin, brought_.all_end);
+    if (!is_whole) {
+      sight.first = TILE, sight.last = 0;
+      if (sight.has_row(lane_)) sight.meet(brought_.begin - start, brought_.end - start);
+      sight.meet_lanes();
+    }
+    if (thread_index() == 0) marks_[stage] = Mark::of(start, sight, is_whole);
+    ahead_.copy(w_, p_, stages_, stage, brought_.rows.kv_head, sight.first, sight.last);
     look_ahead();
   }
   end_copy_group();
-}
-
-// Begins the copies of the unit ahead, of which lanes first .. last - 1 are seen.
-template <class S>
-PD_DEVICE void Few<S>::copy(int stage, int start, int first, int last) const {
-  using Found = FoundTokens<S::kThreadsAToken>;
-  const int shift = w_.block_shift, in_block = (1 << shift) - 1, dim = w_.head_dim;
-  Found found{};
-  PD_UNROLL for (int i = 0; i < Found::kTokens; i++) {
-    const int token = Found::token(i);
-    found.slots[i] = ahead_.blocks[i] << shift | ((start + token) & in_block);
-    found.is_seen |= (uint32_t)(token >= first && token < last) << i;
-  }
-  int slot_of_scale = 0;
-  const int scaled = thread_index() % TILE;
-  if constexpr (S::kHasScales) slot_of_scale = ahead_.block_of_scale << shift | ((start + scaled) & in_block);
-  if (ahead_.path >= 0) {
-    const int path_lane = ahead_.unit->path_lane;
-    const int32_t *path = p_.template of<int32_t>(h_.paths) + ahead_.path - path_lane;
-    PD_UNROLL for (int i = 0; i < Found::kTokens; i++) {
-      const int token = Found::token(i);
-      if (token >= path_lane && (found.is_seen >> i & 1)) found.slots[i] = path[token];
-    }
-    if (S::kHasScales && scaled >= path_lane && scaled >= first && scaled < last) slot_of_scale = path[scaled];
-  }
-  const int kv_heads = w_.kv_heads, kv_head = brought_.rows.kv_head;
-  const uint32_t of_block = (uint32_t)(dim + (S::kHasScales ? kScaleBytes : 0)) << shift;
-  const auto block = [&](int slot) { return (int64_t)((uint64_t)(uint32_t)((slot >> shift) * kv_heads + kv_head) * of_block); };
-  const M *k = (const M *)w_.k_cache, *v = (const M *)w_.v_cache;
-  stages_.begin(stage, found, dim, [&](int slot) { return block(slot) + (slot & in_block) * dim; }, k, v);
-  if constexpr (S::kHasScales)
-    stages_.begin_scale(stage, scaled >= first && scaled < last,
-                        block(slot_of_scale) + (dim << shift) + (slot_of_scale & in_block) * kScaleBytes, k, v);
-}
-
-// Until the oldest of the stages that are under way is there.
-template <class S>
-PD_DEVICE void Few<S>::await_unit() const {
-  const int stages = w_.few_stages;
-  if (stages >= kMostStages) await_copies<(kMostStages > 2 ? kMostStages - 2 : 0)>();
-  else if (kMostStages > 4 && stages == 4) await_copies<2>();
-  else if (kMostStages > 3 && stages == 3) await_copies<1>();
-  else await_copies<0>();
-}
-
-template <class S>
-PD_DEVICE void Few<S>::load_queries() {
-  constexpr int kCopied = kCopiedBytes / (int)sizeof(E);
-  const PackedRows &rows = now_.rows;
-  for (int i = thread_index(); i < kTileRows * (S::kColumns / kCopied); i += kThreads) {
-    const int row = i / (S::kColumns / kCopied), d = i % (S::kColumns / kCopied) * kCopied;
-    Words words{};
-    if (row < rows.num_packed && d < w_.head_dim) {
-      const int64_t of_row = (int64_t)rows.row(p_, row).row_id * h_.q_heads + rows.head(row);
-      words = load_whole<Words>((const E *)w_.q + of_row * w_.head_dim + d);
-    }
-    whole_q_[(row * kQueryStride + d) / kCopied] = words;
-  }
 }
 
 template <class S>
@@ -360,7 +279,7 @@ PD_DEVICE void Few<S>::run_unit(int stage) {
     sync_block();
   }
   const Mark mark = marks_[stage];
-  const Sight sight = Sight::of(mark.row0_row1 & 0xffff, mark.row0_row1 >> 16, mark.lanes);
+  const Sight sight = mark.sight();
   float s[2][4] = {};
   add_logits(stage, s);
   scale_logits(stage, s);
@@ -371,7 +290,7 @@ PD_DEVICE void Few<S>::run_unit(int stage) {
   sync_block();
   if (num_stages > 1) bring(stage ? stage - 1 : num_stages - 1);
   weigh(mark, sight, stage, s);
-  if (num_stages > 1) await_unit();
+  if (num_stages > 1) await_stage<kMostStages>(w_.few_stages);
   sync_block();
   if (mark.is_whole) {
     add_values(stage, o_);
@@ -416,7 +335,7 @@ PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_ite
 
 template <class S>
 PD_DEVICE void Few<S>::run_span(int i, int &stage) {
-  load_queries();
+  load_queries<S>(w_, p_, now_.rows, kTileRows, whole_q_);
   sync_block();
   PD_UNROLL for (int step = 0; step < kSteps; step++)
     load_matrices(fragments_[step], q_.at(lane_ % 16 * kQueryStride + lane_ / 16 * 8 + 16 * step));
@@ -442,7 +361,7 @@ PD_DEVICE int Few<S>::run(int i, int last) {
   units_left_ = units_end_ = nullptr, brought_span_ = i - 1, last_span_ = last;
   look_ahead();
   for (int s = 0; s + 1 < w_.few_stages; s++) bring(s);
-  if (w_.few_stages > 1) await_unit();
+  if (w_.few_stages > 1) await_stage<kMostStages>(w_.few_stages);
   for (int stage = 0; i < last && open(now_, i); i++) run_span(i, stage);
   return i;
 }

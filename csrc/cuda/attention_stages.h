@@ -90,6 +90,14 @@ struct HalfStages {
   PD_DEVICE E value(int stage, int token, int column) const {
     return kv[tile_at(stage, true) + token * kStride + column];
   }
+  // Probabilities where K was, each row's side by side.
+  PD_DEVICE void put_pair(int stage, int row, int token, uint32_t pair) const {
+    PD_UNROLL for (int i = 0; i < 2; i++)
+      kv[tile_at(stage, false) + row * (TILE + 2) + token + i] = E{(uint16_t)(pair >> 16 * i)};
+  }
+  PD_DEVICE E number(int stage, int row, int token) const {
+    return kv[tile_at(stage, false) + row * (TILE + 2) + token];
+  }
   static PD_DEVICE bool is_finite(E x) { return (x.bits & kInfinity<E>) != kInfinity<E>; }
   // Whether a value of V is not finite that only some rows see.
   PD_DEVICE bool has_poison(int stage, const Sight &sight, int dim) const {

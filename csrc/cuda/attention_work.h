@@ -65,12 +65,13 @@ struct Sight {
   PD_DEVICE bool has_row(int row) const { return row >= row0 && row < row1; }
   PD_DEVICE bool has_tile(int tile) const { return tile * kTileRows < row1 && (tile + 1) * kTileRows > row0; }
   PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
-  // Of a tile that begins at `start`, whose packed row `lane` sees positions begin .. end - 1.
-  PD_DEVICE void find(int start, int begin, int end) {
-    const bool is_there = has_row(thread_index() % kWarp);
-    begin = is_there ? within(begin - start, 0, TILE) : 0, end = is_there ? within(end - start, 0, TILE) : TILE;
-    const bool sees = is_there && begin < end;
-    first = sees ? begin : TILE, last = sees ? end : 0, all_first = begin, all_last = end;
+  // A row sees lanes begin .. end - 1 besides; what all lanes of the warp have met.
+  PD_DEVICE void meet(int begin, int end) {
+    begin = within(begin, 0, TILE), end = within(end, 0, TILE);
+    if (begin < end) first = lower(first, begin), last = upper(last, end);
+    all_first = upper(all_first, begin), all_last = lower(all_last, end);
+  }
+  PD_DEVICE void meet_lanes() {
     for (int mask = kWarp / 2; mask; mask /= 2) {
       first = lower(first, shuffle_xor(first, mask)), last = upper(last, shuffle_xor(last, mask));
       all_first = upper(all_first, shuffle_xor(all_first, mask));
@@ -116,6 +117,18 @@ struct Fold {
   PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
 };
 PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }
+
+// A worker's spans: those of few rows to the first, which leaves the others to the second.
+template <class Few, class Many>
+PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_many) {
+  const Sections p{*(const plan::Header *)w.words, w.words};
+  const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr);
+  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks())
+    for (int i = indptr[worker], last = indptr[worker + 1]; i < last;) {
+      i = run_few(i, last);
+      if (i < last) i = run_many(i, last);
+    }
+}
 
 // That a kernel of a dtype and such heads has.
 inline int columns_of(int dtype, int head_dim) {
