@@ -15,21 +15,21 @@ class Many {
   using E = typename S::E;
   using M = typename S::M;
   using P = typename S::P;
-  static constexpr int kPieces = S::kColumns / 8, kQuarters = TILE / kStepTokens;
+  static constexpr int kRows = most_rows_of(PD_BF16, S::kColumns), kPieces = S::kColumns / 8, kQuarters = TILE / kStepTokens;
   static constexpr int kQueryStride = S::kColumns + 8, kProbabilityStride = TILE + 8;
   static constexpr int kMostStages = S::kMostStages < 3 ? S::kMostStages : 3;
-  static constexpr int64_t kBeginsAt = kMostStages * sizeof(Mark), kEndsAt = kBeginsAt + 4 * ROWS_MAX;
-  static constexpr int64_t kQueryAt = kEndsAt + 4 * ROWS_MAX;
-  static constexpr int64_t kStagesAt = kQueryAt + ROWS_MAX * kQueryStride * 2;
+  static constexpr int64_t kBeginsAt = kMostStages * sizeof(Mark), kEndsAt = kBeginsAt + 4 * kRows;
+  static constexpr int64_t kQueryAt = kEndsAt + 4 * kRows;
+  static constexpr int64_t kStagesAt = kQueryAt + kRows * kQueryStride * 2;
   static constexpr int64_t bytes(int stages) { return kStagesAt + stages * S::kStageBytes; }
   static_assert(kQueryAt % 16 == 0 && kStagesAt % 16 == 0);
 
   PD_DEVICE Many(const Work &w, const SharedMemory &memory)
       : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), warp_(thread_index() / kWarp),
         lane_(thread_index() % kWarp), stages_(memory, kStagesAt, w.num_stages),
-        marks_(memory.part<Mark>(0, kMostStages)), begins_(memory.part<int32_t>(kBeginsAt, ROWS_MAX)),
-        ends_(memory.part<int32_t>(kEndsAt, ROWS_MAX)), q_(memory.part<E>(kQueryAt, ROWS_MAX * kQueryStride)),
-        whole_q_(memory.part<Words>(kQueryAt, ROWS_MAX * kQueryStride * 2 / 16)) {}
+        marks_(memory.part<Mark>(0, kMostStages)), begins_(memory.part<int32_t>(kBeginsAt, kRows)),
+        ends_(memory.part<int32_t>(kEndsAt, kRows)), q_(memory.part<E>(kQueryAt, kRows * kQueryStride)),
+        whole_q_(memory.part<Words>(kQueryAt, kRows * kQueryStride * 2 / 16)) {}
 
   // The span i; the one behind it.
   PD_DEVICE int run(int i, int);
@@ -76,7 +76,7 @@ class Many {
 template <class S>
 PD_DEVICE void Many<S>::begin_rows() {
   sync_block();  // of the span before
-  for (int r = thread_index(); r < ROWS_MAX; r += kThreads) {
+  for (int r = thread_index(); r < kRows; r += kThreads) {
     const bool is_there = r < rows_.num_packed;
     const plan::Row &row = rows_.row(p_, is_there ? r : 0);
     begins_[r] = is_there ? row.begin : 0, ends_[r] = is_there ? row.end : 0;
@@ -340,7 +340,7 @@ PD_DEVICE int Many<S>::run(int i, int) {
     end_copy_group();
   };
   for (int stage = 0; stage + 1 < num_stages; stage++) bring_next(stage);
-  load_queries<S>(w_, p_, rows_, ROWS_MAX, whole_q_);
+  load_queries<S>(w_, p_, rows_, kRows, whole_q_);
   for (int item = 0, stage = 0; item < span.num_items; item++) {
     PD_UNROLL for (int half = 0; half < 2; half++) m_[half] = -INFINITY;
     PD_UNROLL for (int n = 0; n < 2 * kQuarters; n++) l_[n / 2][n % 2] = 0.0f;

@@ -134,6 +134,10 @@ PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_man
 inline int columns_of(int dtype, int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 && dtype != PD_F32 ? 128 : 256;
 }
+// Packed rows of a piece: of four tiles, one a warp, where shared memory and registers suffice.
+constexpr int kMostRows = 64;
+constexpr int most_rows_of(int dtype, int columns) { return dtype == PD_F32 || columns > 128 ? ROWS_MAX : kMostRows; }
+inline int most_rows(int dtype, int head_dim) { return most_rows_of(dtype, columns_of(dtype, head_dim)); }
 int enqueue_bf16(pd_context &, const Work &, int head_dim);
 int enqueue_fp16(pd_context &, const Work &, int head_dim);
 int enqueue_bf16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);

@@ -11,7 +11,8 @@ namespace {
 
 using namespace plan;
 
-constexpr int ROWS_MIN = 24;  // packed rows; a piece is not made smaller than this to give every worker some
+// packed rows; a piece is not made smaller than this to give every worker some
+constexpr int ROWS_MIN = 24, DEVICE_ROWS_MIN = 32;
 
 struct Segment {  // one branch's rows in a piece
   int branch, at, num_rows, num_plain;  // rows relative to the piece; those that read the table in order come first
@@ -21,7 +22,7 @@ struct Segment {  // one branch's rows in a piece
 
 class Builder {
  public:
-  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers)
+  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, Workers workers)
       : p_(p), h_(h), s_(s), b_(b), workers_(workers) {}
   int build();
 
@@ -45,7 +46,7 @@ class Builder {
   Header &h_;
   const pd_attn_shape &s_;
   const pd_attn_batch &b_;
-  const int workers_;
+  const Workers workers_;
   std::vector<int> row_ids_, ends_, paths_;     // by batch row, each branch's in packed order; a row's path, -1: none
   std::vector<int> num_plain_, base_;  // by branch; base: position of the first node, INT_MAX if all rows are plain
   std::vector<int> order_, shared_tiles_;       // branches; whole tiles shared with the branch before
@@ -229,14 +230,17 @@ void Builder::add_piece(int i0, int i1, int t0, int t1) {
 // Pieces: neighbours that share at least the first tile, of nearly equal size; a branch of many rows makes several.
 void Builder::cut_pieces() {
   const int heads = (h_.group + h_.head_parts - 1) / h_.head_parts;
-  const int even = (int)((int64_t)b_.num_rows * s_.q_heads / ((int64_t)SPANS_A_WORKER * workers_));
-  const int step = std::max(1, std::min(ROWS_MAX, std::max(ROWS_MIN, even)) / heads), n = (int)order_.size();
+  const int even = (int)((int64_t)b_.num_rows * s_.q_heads / ((int64_t)SPANS_A_WORKER * workers_.num));
+  const int most = workers_.most_rows, least = workers_.have_caches ? ROWS_MIN : DEVICE_ROWS_MIN;
+  const int step = std::max(1, std::min(most, std::max(least, even)) / heads), n = (int)order_.size();
+  // Of one branch's rows a device makes pieces as large as may be: smaller ones would take no less time.
+  const int own = workers_.have_caches ? step : std::max(1, most / heads);
   auto rows = [&](int k) { return num_rows(order_[k]); };
   int end = 0, total = 0;  // of the run of neighbours at i: where it stops, and its rows that are in no piece yet
   for (int i = 0; i < n;) {
     int r = rows(i), j = i + 1;
     if (r > step) {
-      const int pieces = (r + step - 1) / step;
+      const int pieces = (r + own - 1) / own;
       for (int x = 0; x < pieces; x++)
         add_piece(i, i + 1, (int)((int64_t)r * x / pieces), (int)((int64_t)r * (x + 1) / pieces));
       i++;
@@ -269,7 +273,7 @@ int Builder::build() {
 }  // namespace
 
 int build_plan(PlanDraft &p, plan::Header &h, const pd_attn_shape &s, const pd_attn_batch &b, Workers workers) {
-  if (Builder(p, h, s, b, workers.num).build()) return -1;
+  if (Builder(p, h, s, b, workers).build()) return -1;
   cut_spans(p, h, workers);
   return 0;
 }

@@ -57,10 +57,11 @@ struct pd_plan {
 namespace pagedec {
 
 // Who carries a plan out: so many. A CPU's threads find what they wrote in caches of their own; a device's blocks have
-// one for all of them.
+// one for all of them, and take about as long for a unit of few rows as for one of many.
 struct Workers {
   int num;
   bool have_caches;
+  int most_rows = ROWS_MAX;  // packed rows of a piece
 };
 
 int check_shape(const pd_attn_shape &);

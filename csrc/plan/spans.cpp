@@ -26,7 +26,9 @@ constexpr float FAR_COST = 4;
 
 class Spans {
  public:
-  Spans(PlanDraft &p, Header &h, Workers w) : p_(p), h_(h), workers_(w.num), have_caches_(w.have_caches) {}
+  Spans(PlanDraft &p, Header &h, Workers w)
+      : p_(p), h_(h), workers_(w.num), have_caches_(w.have_caches),
+        unit_floor_(w.have_caches ? UNIT_FLOOR : w.most_rows) {}
   void cut();
 
  private:
@@ -34,7 +36,7 @@ class Spans {
     const int heads = (h_.group + h_.head_parts - 1) / h_.head_parts;
     float sum = 0;
     for (int u = item.unit0; u < item.unit0 + item.num_units; u++)
-      sum += (float)std::max(UNIT_FLOOR, (p_.units[u].row1 - p_.units[u].row0) * heads);
+      sum += (float)std::max(unit_floor_, (p_.units[u].row1 - p_.units[u].row0) * heads);
     return sum;
   }
   float sum(int item0, int n) const {
@@ -54,6 +56,7 @@ class Spans {
   Header &h_;
   const int workers_;
   const bool have_caches_;
+  const int unit_floor_;
   std::vector<float> costs_, span_costs_;  // by item; by span
 };
 
