@@ -28,16 +28,17 @@ struct ByteStages {
   PD_DEVICE void clear_columns(int num_stages, int dim, const M *k) const {
     begin_zeros<kHead>(kv, 2 * num_stages * TILE, kStride, dim, k);
   }
-  template <class Start>
-  PD_DEVICE void begin(int stage, const FoundTokens<kThreadsAToken> &found, int dim, const Start &start, const M *k,
-                       const M *v) const {
-    copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
+  PD_DEVICE void begin(int stage, const int64_t (&at)[2], int first, int last, int dim, const M *k, const M *v) const {
+    copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, at, first, last, dim, k,
+                                     v);
   }
-  // A thread's is token thread % TILE, of K or of V. Copies are of four bytes at least: two tokens' scales, and which.
-  PD_DEVICE void begin_scale(int stage, bool is_seen, int64_t from, const M *k, const M *v) const {
-    const int at = 2 * stage * TILE + thread_index();
-    begin_copy<4>(words.at(at), (thread_index() < TILE ? k : v) + from / 4 * 4, is_seen);
-    shifts[at] = (uint32_t)(from % 4 * 8);
+  // Of token `lane`, or the one 32 behind it. Copies are of four bytes at least: two tokens' scales, and which it is.
+  PD_DEVICE void begin_scales(int stage, int token, bool is_seen, int64_t from, const M *k, const M *v) const {
+    PD_UNROLL for (int is_v = 0; is_v < 2; is_v++) {
+      const int at = (2 * stage + is_v) * TILE + token;
+      begin_copy<4>(words.at(at), (is_v ? v : k) + from / 4 * 4, is_seen);
+      shifts[at] = (uint32_t)(from % 4 * 8);
+    }
   }
   // Of the tokens that a thread has logits of, among the 16 from `token` on.
   PD_DEVICE Scales scales(int stage, bool is_v, int token) const {

@@ -1,11 +1,9 @@
 // Attention of few packed rows: at most as many as one tile of the tensor cores has, as where tokens are decoded.
 //
-// Work     The four warps have the logits of 16 positions of a unit each, agree on each row's maximum, put the
-//          probabilities into shared memory, and have each a quarter of the head's columns of the result. Queries stay
-//          in registers. Two barriers a unit: before the first, nobody looks any more where the unit to come will be;
-//          behind the second, the next unit is there.
-// Ahead    Units come in a row, whatever spans they are of: while one is computed, the next ones are under way, and the
-//          record of the one behind them is read.
+// Work     Four warps have the logits of 16 positions of a unit each, agree on each row's maximum, put the probabilities
+//          into shared memory, and have each a quarter of the head's columns of the result. Queries stay in registers.
+// Copies   A fifth warp brings units, which come in a row, whatever spans they are of: where one was, another is under
+//          way as soon as all are done with it. It meets the others at each of their barriers.
 // Order    As in attention.h.
 #pragma once
 #include "cuda/attention_units.h"
@@ -51,16 +49,18 @@ class Few {
     int all_begin, all_end;  // that all rows see
   };
   PD_DEVICE bool open(Side &side, int i) const;
+  PD_DEVICE int bring_spans(int i, int last);
   PD_DEVICE void look_ahead();
   PD_DEVICE void bring(int stage);
-  PD_DEVICE void run_span(int i, int &stage);
-  PD_DEVICE void run_unit(int stage);
+  PD_DEVICE void run_span(int &stage);
+  PD_DEVICE void run_unit(int stage, bool is_last);
   PD_DEVICE void add_logits(int stage, float (&s)[2][4]) const;
   PD_DEVICE void scale_logits(int stage, float (&s)[2][4]) const;
   PD_DEVICE void find_tops(const Mark &mark, const Sight &sight, float (&s)[2][4]) const;
   PD_DEVICE void weigh(const Mark &mark, const Sight &sight, int stage, float (&s)[2][4]);
   PD_DEVICE void add_values(int stage, float (&o)[kPieces][4]) const;
   PD_DEVICE void add_poison(int stage, const Sight &sight, int start);
+  PD_DEVICE void sum_up();
   PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
 
   PD_DEVICE int column_of(int piece) const { return S::kColumns / kWarps * warp_ + 8 * piece + 2 * (lane_ % 4); }
@@ -134,7 +134,7 @@ PD_DEVICE void Few<S>::bring(int stage) {
       if (sight.has_row(lane_)) sight.meet(brought_.begin - start, brought_.end - start);
       sight.meet_lanes();
     }
-    if (thread_index() == 0) marks_[stage] = Mark::of(start, sight, is_whole);
+    if (lane_ == 0) marks_[stage] = Mark::of(start, sight, is_whole);
     ahead_.copy(w_, p_, stages_, stage, brought_.rows.kv_head, sight.first, sight.last);
     look_ahead();
   }
@@ -270,14 +270,7 @@ PD_DEVICE void Few<S>::add_poison(int stage, const Sight &sight, int start) {
 }
 
 template <class S>
-PD_DEVICE void Few<S>::run_unit(int stage) {
-  const int num_stages = w_.few_stages;
-  if (num_stages == 1) {
-    sync_block();
-    bring(0);
-    await_copies<0>();
-    sync_block();
-  }
+PD_DEVICE void Few<S>::run_unit(int stage, bool is_last) {
   const Mark mark = marks_[stage];
   const Sight sight = mark.sight();
   float s[2][4] = {};
@@ -288,9 +281,8 @@ PD_DEVICE void Few<S>::run_unit(int stage) {
   const bool is_poisoned =
       !S::kHasScales && sight.is_ragged() && any_of_block(stages_.has_poison(stage, sight, w_.head_dim));
   sync_block();
-  if (num_stages > 1) bring(stage ? stage - 1 : num_stages - 1);
   weigh(mark, sight, stage, s);
-  if (num_stages > 1) await_stage<kMostStages>(w_.few_stages);
+  if (is_last) sum_up();
   sync_block();
   if (mark.is_whole) {
     add_values(stage, o_);
@@ -306,15 +298,19 @@ PD_DEVICE void Few<S>::run_unit(int stage) {
         PD_UNROLL for (int i = 0; i < 2; i++) o_[j][2 * half + i] = o[j][2 * half + i];
 }
 
+// Of the chunk, behind its last probabilities.
 template <class S>
-PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
+PD_DEVICE void Few<S>::sum_up() {
   PD_UNROLL for (int half = 0; half < 2; half++) {
     float sum = l_[half];
     sum = sum + shuffle_xor(sum, 1);
     sum = sum + shuffle_xor(sum, 2);
     if (lane_ % 4 == 0) sums_[(lane_ / 4 + 8 * half) * kWarps + warp_] = sum;
   }
-  sync_block();
+}
+
+template <class S>
+PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
   PD_ROLLED for (int half = 0; half < 2; half++) {  // the second moves to the registers of the first
     const int packed = lane_ / 4 + 8 * half;
     if (8 * half >= now_.rows.num_packed) break;
@@ -334,7 +330,7 @@ PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_ite
 }
 
 template <class S>
-PD_DEVICE void Few<S>::run_span(int i, int &stage) {
+PD_DEVICE void Few<S>::run_span(int &stage) {
   load_queries<S>(w_, p_, now_.rows, kTileRows, whole_q_);
   sync_block();
   PD_UNROLL for (int step = 0; step < kSteps; step++)
@@ -346,23 +342,56 @@ PD_DEVICE void Few<S>::run_span(int i, int &stage) {
     PD_UNROLL for (int n = 0; n < 4 * kPieces; n++) o_[n / 4][n % 4] = 0.0f;
     const int num_units = items[item].num_units;
     for (int u = 0; u < num_units; u++) {
-      run_unit(stage);
+      if (w_.few_stages == 1) sync_block();  // it has come only now
+      run_unit(stage, u + 1 == num_units);
+      sync_block();
       stage = stage + 1 == w_.few_stages ? 0 : stage + 1;
     }
     end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
   }
 }
 
+// What the warp that copies does meanwhile. There is one place that brings: its code is long.
+template <class S>
+PD_DEVICE int Few<S>::bring_spans(int i, int last) {
+  const int num_stages = w_.few_stages;
+  stages_.clear_columns(num_stages, w_.head_dim, (const M *)w_.k_cache);
+  units_left_ = units_end_ = nullptr, brought_span_ = i - 1, last_span_ = last;
+  look_ahead();
+  int num_free = num_stages, free = 0;  // stages, and the first of them
+  for (int stage = 0; i < last && open(now_, i); i++) {
+    const plan::Span &span = *now_.rows.span;
+    const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
+    const plan::Item &end = items[span.num_items - 1];
+    const int num_units = end.unit0 + end.num_units - items[0].unit0;
+    for (int u = 0; u < num_units; u++) {
+      PD_ROLLED for (; num_free > 0; num_free--) bring(free), free = free + 1 == num_stages ? 0 : free + 1;
+      if (u == 0) {
+        await_all_but<kMostStages - 1>(num_stages - 1);
+        sync_block();
+      }
+      if (num_stages == 1) {
+        await_copies<0>();
+        sync_block();
+      }
+      const bool is_poisoned = !S::kHasScales && ((Mark)marks_[stage]).sight().is_ragged() && any_of_block(false);
+      sync_block();
+      sync_block();
+      if (is_poisoned) sync_block(), sync_block();
+      if (num_stages > 1) await_all_but<kMostStages - 2>(num_stages - 2);
+      sync_block();
+      num_free = 1, stage = stage + 1 == num_stages ? 0 : stage + 1;
+    }
+  }
+  return i;
+}
+
 template <class S>
 PD_DEVICE int Few<S>::run(int i, int last) {
   if (!open(now_, i)) return i;
   sync_block();  // of what had the memory before
-  stages_.clear_columns(w_.few_stages, w_.head_dim, (const M *)w_.k_cache);
-  units_left_ = units_end_ = nullptr, brought_span_ = i - 1, last_span_ = last;
-  look_ahead();
-  for (int s = 0; s + 1 < w_.few_stages; s++) bring(s);
-  if (w_.few_stages > 1) await_stage<kMostStages>(w_.few_stages);
-  for (int stage = 0; i < last && open(now_, i); i++) run_span(i, stage);
+  if (warp_ == kWarps) return bring_spans(i, last);
+  for (int stage = 0; i < last && open(now_, i); i++) run_span(stage);
   return i;
 }
 

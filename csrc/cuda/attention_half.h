@@ -8,8 +8,9 @@
 namespace pagedec::attention {
 namespace {
 
+// Of the largest heads a multiprocessor has registers for one block.
 template <class S>
-PD_KERNEL_BLOCKS(kThreads, kBlocksAtATime) half_kernel(Work w) {
+PD_KERNEL_BLOCKS(kThreadsWithCopier, (S::kColumns > 128 ? 1 : kBlocksAtATime)) half_kernel(Work w) {
   LAUNCHED_SHARED(memory);
   walk_spans(
       w, [&](int i, int last) { return Few<S>(w, memory).run(i, last); },
@@ -37,7 +38,7 @@ int put(pd_context &c, Work w) {
   const int64_t most = target(c).max_shared_bytes;
   w.few_stages = stages_for<Few<S>>(most), w.num_stages = stages_for<Many<S>>(most);
   const int64_t bytes = std::max(Few<S>::bytes(w.few_stages), Many<S>::bytes(w.num_stages));
-  return launch(c, "pd_attention", half_kernel<S>, Grid(kThreads, kBlocksAtATime, bytes), w);
+  return launch(c, "pd_attention", half_kernel<S>, Grid(kThreadsWithCopier, kBlocksAtATime, bytes), w);
 }
 
 template <class E>

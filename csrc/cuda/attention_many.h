@@ -1,6 +1,6 @@
 // Attention of many packed rows, as on a prompt or where beams share one: a warp has a tile of 16 rows, and of a unit
 // all positions for them. Its logits and probabilities stay in registers, from the products with K to those with V, and
-// warps only meet where a unit's K and V have come.
+// warps only meet where a unit's K and V have come, which a fifth warp brings.
 //
 // Order    As in attention.h: what a row's sum of probabilities is made of is kept apart by quarters of units.
 #pragma once
@@ -38,6 +38,8 @@ class Many {
   PD_DEVICE void begin_rows();
   PD_DEVICE void bring(int stage, const plan::Unit *next);
   PD_DEVICE Sight sight_of(int start, int row0, int row1) const;
+  PD_DEVICE void bring_span();
+  PD_DEVICE void compute_span();
   PD_DEVICE void run_unit(int stage);
   PD_DEVICE void add_logits(int stage, float (&s)[kQuarters][2][4]) const;
   PD_DEVICE void scale_logits(int stage, float (&s)[kQuarters][2][4]) const;
@@ -68,6 +70,7 @@ class Many {
   const SharedArray<Words> whole_q_;
   PackedRows rows_;
   UnitAhead<S> ahead_;
+  const plan::Unit *units_, *units_end_;
   int all_begin_, all_end_;                   // that all rows see
   int begin_[2], end_[2];                     // that this thread's do
   float o_[kPieces][4], m_[2], l_[kQuarters][2];  // of the chunk
@@ -76,7 +79,7 @@ class Many {
 template <class S>
 PD_DEVICE void Many<S>::begin_rows() {
   sync_block();  // of the span before
-  for (int r = thread_index(); r < kRows; r += kThreads) {
+  for (int r = thread_index(); r < kRows; r += kThreadsWithCopier) {
     const bool is_there = r < rows_.num_packed;
     const plan::Row &row = rows_.row(p_, is_there ? r : 0);
     begins_[r] = is_there ? row.begin : 0, ends_[r] = is_there ? row.end : 0;
@@ -111,7 +114,7 @@ PD_DEVICE void Many<S>::bring(int stage, const plan::Unit *next) {
   Sight sight{row0, row1, 0, TILE, 0, TILE};
   const bool is_whole = ahead_.is_whole(sight, rows_.num_packed, all_begin_, all_end_);
   if (!is_whole) sight = sight_of(start, row0, row1);
-  if (thread_index() == 0) marks_[stage] = Mark::of(start, sight, is_whole);
+  if (lane_ == 0) marks_[stage] = Mark::of(start, sight, is_whole);
   ahead_.copy(w_, p_, stages_, stage, rows_.kv_head, sight.first, sight.last);
   if (next) ahead_.read(*next, w_.block_shift);
 }
@@ -323,41 +326,57 @@ PD_DEVICE void Many<S>::end_chunk(int chunk, bool is_first_item, bool is_last_it
   }
 }
 
+// There is one place that brings: its code is long.
 template <class S>
-PD_DEVICE int Many<S>::run(int i, int) {
-  const plan::Span &span = p_.template of<plan::Span>(h_.spans)[i];
-  const int num_stages = w_.num_stages;
-  rows_.open(p_, span);
-  const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
-  const plan::Item &end = items[span.num_items - 1];
-  const plan::Unit *unit = p_.template of<plan::Unit>(h_.units) + items[0].unit0;
-  const plan::Unit *units_end = unit + (end.unit0 + end.num_units - items[0].unit0);
-  ahead_.read(*unit, w_.block_shift);
-  begin_rows();
+PD_DEVICE void Many<S>::bring_span() {
+  const int num_stages = w_.num_stages, num_units = (int)(units_end_ - units_);
+  ahead_.read(*units_, w_.block_shift);
   stages_.clear_columns(num_stages, w_.head_dim, (const M *)w_.k_cache);
-  const auto bring_next = [&](int stage) {
-    if (unit != units_end) unit++, bring(stage, unit != units_end ? unit : nullptr);
-    end_copy_group();
-  };
-  for (int stage = 0; stage + 1 < num_stages; stage++) bring_next(stage);
+  int num_free = upper(num_stages - 1, 1), free = 0, brought = 0;
+  for (int i = 0, stage = 0; i < num_units; i++, stage = stage + 1 == num_stages ? 0 : stage + 1) {
+    if (num_stages == 1) sync_block();
+    PD_ROLLED for (; num_free > 0; num_free--, free = free + 1 == num_stages ? 0 : free + 1) {
+      if (brought < num_units) brought++, bring(free, brought < num_units ? units_ + brought : nullptr);
+      end_copy_group();
+    }
+    await_all_but<(kMostStages > 2 ? kMostStages - 2 : 0)>(upper(num_stages - 2, 0));
+    sync_block();  // what has been brought is seen, and nobody looks any more where the next will be
+    num_free = 1;
+    if (S::kHasScales || !((Mark)marks_[stage]).sight().is_ragged() || !any_of_block(false)) continue;
+    for (int n = 0; n < 3; n++) sync_block();  // of add_poison
+  }
+}
+
+template <class S>
+PD_DEVICE void Many<S>::compute_span() {
   load_queries<S>(w_, p_, rows_, kRows, whole_q_);
+  const plan::Span &span = *rows_.span;
+  const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
   for (int item = 0, stage = 0; item < span.num_items; item++) {
     PD_UNROLL for (int half = 0; half < 2; half++) m_[half] = -INFINITY;
     PD_UNROLL for (int n = 0; n < 2 * kQuarters; n++) l_[n / 2][n % 2] = 0.0f;
     PD_UNROLL for (int n = 0; n < 4 * kPieces; n++) o_[n / 4][n % 4] = 0.0f;
     const int num_units = items[item].num_units;
-    for (int u = 0; u < num_units; u++, stage = stage + 1 == num_stages ? 0 : stage + 1) {
-      if (num_stages > 1) await_stage<kMostStages>(num_stages);
-      sync_block();  // what has been brought is seen, and nobody looks any more where the next will be
-      bring_next(stage ? stage - 1 : num_stages - 1);
-      if (num_stages == 1) {
-        await_copies<0>();
-        sync_block();
-      }
+    for (int u = 0; u < num_units; u++, stage = stage + 1 == w_.num_stages ? 0 : stage + 1) {
+      sync_block();
+      if (w_.num_stages == 1) sync_block();
       run_unit(stage);
     }
     end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
   }
+}
+
+template <class S>
+PD_DEVICE int Many<S>::run(int i, int) {
+  const plan::Span &span = p_.template of<plan::Span>(h_.spans)[i];
+  rows_.open(p_, span);
+  const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
+  const plan::Item &end = items[span.num_items - 1];
+  units_ = p_.template of<plan::Unit>(h_.units) + items[0].unit0;
+  units_end_ = units_ + (end.unit0 + end.num_units - items[0].unit0);
+  begin_rows();
+  if (warp_ == kWarps) bring_span();
+  else compute_span();
   return i + 1;
 }
 

@@ -10,32 +10,26 @@ constexpr int kCopiedBytes = 16;   // that one copy brings
 constexpr int kStepTokens = 16;    // of V, that one instruction multiplies
 constexpr int kLoadedColumns = 32, kLoadedTokens = 32;  // of K, of V, that are loaded together
 
-// The tokens of a unit of which a thread copies a part, where they lie, and a bit for each that is seen.
-template <int kThreadsAToken>
-struct FoundTokens {
-  static constexpr int kApart = kThreads / kThreadsAToken, kTokens = TILE / kApart;
-  int slots[kTokens];
-  uint32_t is_seen;
-
-  static PD_DEVICE int token(int i) { return thread_index() / kThreadsAToken + i * kApart; }
-};
-
-// Begins the copies of a unit's K and V. start(slot): where it begins in the cache.
-template <int kThreadsAToken, int kHead, class M, class Start>
-PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride,
-                         const FoundTokens<kThreadsAToken> &found, int dim, const Start &start, const M *k,
-                         const M *v) {
-  constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
-  const int first = thread_index() % kThreadsAToken * kCopied;
+// The warp that copies begins the copies of a unit's K and V, of which lanes first .. last - 1 are seen. at: where
+// tokens `lane` and `lane` + 32 begin in the cache.
+template <int kThreadsAToken, int kHead, class M>
+PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride, const int64_t (&at)[2], int first,
+                         int last, int dim, const M *k, const M *v) {
+  constexpr int kCopied = kCopiedBytes / (int)sizeof(M), kTokens = kWarp / kThreadsAToken;
+  const int lane = thread_index() % kWarp, column = lane % kThreadsAToken * kCopied;
   const int64_t apart = (const char *)v - (const char *)k;
-  PD_UNROLL for (int i = 0; i < found.kTokens; i++) {
-    const char *from_k = (const char *)k + (start(found.slots[i]) + first) * (int64_t)sizeof(M), *from_v = from_k + apart;
-    const bool is_seen = found.is_seen >> i & 1;
-    const int to = found.token(i) * stride + first;
-    PD_UNROLL for (int at = 0; at < kHead; at += kThreadsAToken * kCopied) {
-      if (first + at >= dim) continue;
-      begin_copy(kv.at(of_k + to + at), from_k + at * sizeof(M), is_seen);
-      begin_copy(kv.at(of_v + to + at), from_v + at * sizeof(M), is_seen);
+  PD_UNROLL for (int half = 0; half < 2; half++) {
+    PD_UNROLL_BY(4)
+    for (int of = lane / kThreadsAToken; of < kWarp; of += kTokens) {
+      const char *from_k = (const char *)k + (shuffle(at[half], of) + column) * (int)sizeof(M);
+      const char *from_v = from_k + apart;
+      const int token = half * kWarp + of, to = token * stride + column;
+      const bool is_seen = token >= first && token < last;
+      PD_UNROLL for (int d = 0; d < kHead; d += kThreadsAToken * kCopied) {
+        if (column + d >= dim) continue;
+        begin_copy(kv.at(of_k + to + d), from_k + d * sizeof(M), is_seen);
+        begin_copy(kv.at(of_v + to + d), from_v + d * sizeof(M), is_seen);
+      }
     }
   }
 }
@@ -45,7 +39,7 @@ template <int kHead, class M>
 PD_DEVICE void begin_zeros(const SharedArray<M> &rows, int num_rows, int stride, int dim, const M *from) {
   constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
   const int left = (kHead - dim) / kCopied;
-  for (int i = thread_index(); i < num_rows * left; i += kThreads)
+  for (int i = thread_index() % kWarp; i < num_rows * left; i += kWarp)
     begin_copy(rows.at(i / left * stride + dim + i % left * kCopied), from, false);
 }
 
@@ -69,10 +63,9 @@ struct HalfStages {
   PD_DEVICE void clear_columns(int num_stages, int dim, const E *k) const {
     begin_zeros<kHead>(kv, 2 * num_stages * TILE, kStride, dim, k);
   }
-  template <class Start>
-  PD_DEVICE void begin(int stage, const FoundTokens<kThreadsAToken> &found, int dim, const Start &start, const E *k,
-                       const E *v) const {
-    copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, found, dim, start, k, v);
+  PD_DEVICE void begin(int stage, const int64_t (&at)[2], int first, int last, int dim, const E *k, const E *v) const {
+    copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, at, first, last, dim, k,
+                                     v);
   }
   // Of 16 tokens 32 columns: by steps of 16, then by eight tokens.
   PD_DEVICE void load_keys(int stage, int token, int column, uint32_t (&b)[2][4]) const {

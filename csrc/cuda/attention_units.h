@@ -20,19 +20,16 @@ struct alignas(16) Mark {
   PD_DEVICE Sight sight() const { return Sight::of(rows & 0xffff, rows >> 16, lanes); }
 };
 
-// The unit that is brought next. A thread has of its block ids those that it needs.
+// The unit that is brought next, to the warp that copies. A lane has the blocks of tokens `lane` and `lane` + 32.
 template <class S>
 struct UnitAhead {
-  using Found = FoundTokens<S::kThreadsAToken>;
   using M = typename S::M;
   const plan::Unit *unit;
-  int tile, row0, row1, path;
-  int blocks[Found::kTokens], block_of_scale;
+  int tile, row0, row1, path, blocks[2];
 
   PD_DEVICE void read(const plan::Unit &u, int block_shift) {
     unit = &u, tile = u.tile, row0 = u.row0, row1 = u.row1, path = u.path;
-    PD_UNROLL for (int n = 0; n < Found::kTokens; n++) blocks[n] = u.blocks[Found::token(n) >> block_shift];
-    if (S::kHasScales) block_of_scale = u.blocks[thread_index() % TILE >> block_shift];
+    PD_UNROLL for (int i = 0; i < 2; i++) blocks[i] = u.blocks[token_of(i) >> block_shift];
   }
   // Of a span whose rows all see positions all_begin .. all_end - 1.
   PD_DEVICE bool is_whole(const Sight &sight, int num_packed, int all_begin, int all_end) const {
@@ -41,49 +38,40 @@ struct UnitAhead {
   }
   PD_DEVICE void copy(const Work &, const Sections &, const S &stages, int stage, int kv_head, int first,
                       int last) const;
+  static PD_DEVICE int token_of(int i) { return thread_index() % kWarp + i * kWarp; }
 };
 
 // Begins its copies, of which lanes first .. last - 1 are seen.
 template <class S>
 PD_DEVICE void UnitAhead<S>::copy(const Work &w, const Sections &p, const S &stages, int stage, int kv_head, int first,
                                   int last) const {
-  const int shift = w.block_shift, in_block = (1 << shift) - 1, dim = w.head_dim, start = tile * TILE;
-  Found found{};
-  PD_UNROLL for (int i = 0; i < Found::kTokens; i++) {
-    const int token = Found::token(i);
-    found.slots[i] = blocks[i] << shift | ((start + token) & in_block);
-    found.is_seen |= (uint32_t)(token >= first && token < last) << i;
-  }
-  int slot_of_scale = 0;
-  const int scaled = thread_index() % TILE;
-  if constexpr (S::kHasScales) slot_of_scale = block_of_scale << shift | ((start + scaled) & in_block);
-  if (path >= 0) {
-    const int path_lane = unit->path_lane;
-    const int32_t *slots = p.of<int32_t>(p.header.paths) + path - path_lane;
-    PD_UNROLL for (int i = 0; i < Found::kTokens; i++) {
-      const int token = Found::token(i);
-      if (token >= path_lane && (found.is_seen >> i & 1)) found.slots[i] = slots[token];
-    }
-    if (S::kHasScales && scaled >= path_lane && scaled >= first && scaled < last) slot_of_scale = slots[scaled];
-  }
-  const int kv_heads = w.kv_heads;
+  const int shift = w.block_shift, in_block = (1 << shift) - 1, dim = w.head_dim;
   const uint32_t of_block = (uint32_t)(dim + (S::kHasScales ? kScaleBytes : 0)) << shift;
-  const auto block = [&](int slot) {  // where its head begins
-    return (int64_t)((uint64_t)(uint32_t)((slot >> shift) * kv_heads + kv_head) * of_block);
-  };
   const M *k = (const M *)w.k_cache, *v = (const M *)w.v_cache;
-  stages.begin(stage, found, dim, [&](int slot) { return block(slot) + (slot & in_block) * dim; }, k, v);
-  if constexpr (S::kHasScales)
-    stages.begin_scale(stage, scaled >= first && scaled < last,
-                        block(slot_of_scale) + (dim << shift) + (slot_of_scale & in_block) * kScaleBytes, k, v);
+  int path_lane = TILE;
+  const int32_t *slots = nullptr;
+  if (path >= 0) path_lane = unit->path_lane, slots = p.of<int32_t>(p.header.paths) + path - path_lane;
+  int64_t at[2];
+  PD_UNROLL for (int i = 0; i < 2; i++) {
+    const int token = token_of(i);
+    const bool is_seen = token >= first && token < last;
+    int block = blocks[i], offset = (tile * TILE + token) & in_block;
+    if (token >= path_lane && is_seen) block = slots[token] >> shift, offset = slots[token] & in_block;
+    // where its block's head begins
+    const int64_t start = (int64_t)((uint64_t)(uint32_t)(block * w.kv_heads + kv_head) * of_block);
+    at[i] = start + offset * dim;
+    if constexpr (S::kHasScales)
+      stages.begin_scales(stage, token, is_seen, start + (dim << shift) + offset * kScaleBytes, k, v);
+  }
+  stages.begin(stage, at, first, last, dim, k, v);
 }
 
-// Until the oldest of the stages that are under way is there.
-template <int kMostStages>
-PD_DEVICE void await_stage(int stages) {
-  if constexpr (kMostStages <= 2) await_copies<0>();
-  else if (stages >= kMostStages) await_copies<kMostStages - 2>();
-  else await_stage<kMostStages - 1>(stages);
+// Until no more than `left` groups of copies are under way, at most kMost.
+template <int kMost>
+PD_DEVICE void await_all_but(int left) {
+  if constexpr (kMost <= 0) await_copies<0>();
+  else if (left >= kMost) await_copies<kMost>();
+  else await_all_but<kMost - 1>(left);
 }
 
 // 16 bytes of a row of queries.

@@ -6,7 +6,8 @@
 
 namespace pagedec::attention {
 
-constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+// Warps that compute; where there are tensor cores, one more brings K and V.
+constexpr int kWarps = 4, kThreads = kWarps * kWarp, kThreadsWithCopier = kThreads + kWarp;
 constexpr int kTileRows = 16, kRowTiles = ROWS_MAX / kTileRows;
 constexpr int kWarpTokens = TILE / kWarps;
 static_assert(ROWS_MAX % kTileRows == 0 && kWarpTokens == 16);
@@ -98,9 +99,9 @@ struct Scales {
   PD_DEVICE float times_seen(int i, float x, bool is_seen) const { return is_seen ? x * by[i] : 0.0f; }
 };
 
-// Whether any thread of the block says so, to all of them.
+// Whether any thread of the block says so, to all of them: with the warp that copies.
 PD_DEVICE bool any_of_block(bool mine) {
-  SHARED_ARRAY(uint32_t, votes, kWarps);
+  SHARED_ARRAY(uint32_t, votes, kWarps + 1);
   const uint32_t vote = ballot(mine);
   sync_block();
   if (thread_index() % kWarp == 0) votes[thread_index() / kWarp] = vote;
