@@ -4,7 +4,7 @@
 //          into shared memory, and have each a quarter of the head's columns of the result. Queries stay in registers.
 // Copies   A fifth warp brings units, which come in a row, whatever spans they are of: where one was, another is under
 //          way as soon as all are done with it. It meets the others at each of their barriers.
-// Order    As in attention.h.
+// Order    As in attention_work.h.
 #pragma once
 #include "cuda/attention_units.h"
 

@@ -8,6 +8,18 @@
 namespace pagedec::attention {
 namespace {
 
+// A worker's spans: those of few rows to the first, which leaves the others to the second.
+template <class Few, class Many>
+PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_many) {
+  const Sections p{*(const plan::Header *)w.words, w.words};
+  const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr);
+  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks())
+    for (int i = indptr[worker], last = indptr[worker + 1]; i < last;) {
+      i = run_few(i, last);
+      if (i < last) i = run_many(i, last);
+    }
+}
+
 // Of the largest heads a multiprocessor has registers for one block.
 template <class S>
 PD_KERNEL_BLOCKS(kThreadsWithCopier, (S::kColumns > 128 ? 1 : kBlocksAtATime)) half_kernel(Work w) {

@@ -2,7 +2,7 @@
 // all positions for them. Its logits and probabilities stay in registers, from the products with K to those with V, and
 // warps only meet where a unit's K and V have come, which a fifth warp brings.
 //
-// Order    As in attention.h: what a row's sum of probabilities is made of is kept apart by quarters of units.
+// Order    As in attention_work.h: what a row's sum of probabilities is made of is kept apart by quarters of units.
 #pragma once
 #include "cuda/attention_units.h"
 

@@ -1,4 +1,12 @@
-// What a launch of attention is given, and what walks (attention.h) and merges have in common.
+// Attention over a plan's words (plan/plan.h) on a device: a block of threads is a worker, which walks its spans, a unit
+// of 64 positions at a time. Here is what a launch is given, and what walks (attention_few.h, attention_many.h,
+// attention_fp32.cu) and merges have in common.
+//
+// Order    Inside a chunk of 512 positions units follow each other: a row's results and sums come down to the unit's
+//          maximum, and it adds its own. A sum of probabilities is that of threads, then of quarters of units: 16
+//          positions have four threads, which are added by a tree, and the first quarter comes first. Chunks are folded
+//          from left to right: those of a span by the walk, in memory where the thread that has an element put it;
+//          those of several spans by merge_kernel. Nothing depends on other rows, nor on which walk has a row.
 #pragma once
 #include "cuda/launch.h"
 #include "cuda/matrix.h"
@@ -8,16 +16,8 @@ namespace pagedec::attention {
 
 // Warps that compute; where there are tensor cores, one more brings K and V.
 constexpr int kWarps = 4, kThreads = kWarps * kWarp, kThreadsWithCopier = kThreads + kWarp;
-constexpr int kTileRows = 16, kRowTiles = ROWS_MAX / kTileRows;
-constexpr int kWarpTokens = TILE / kWarps;
-static_assert(ROWS_MAX % kTileRows == 0 && kWarpTokens == 16);
-
-// Where tiles begin in shared memory, behind what walks have of packed rows, which positions they see and what warps
-// have found of each, and of each stage.
-constexpr int kMostStages = 4;
-constexpr int64_t kSightsAt = (8 + 4 * kWarps) * ROWS_MAX, kTilesAt = kSightsAt + 128;
-static_assert(kMostStages * sizeof(uint32_t) <= kTilesAt - kSightsAt);
-static_assert(kTilesAt % 128 == 0);
+constexpr int kTileRows = 16, kWarpTokens = TILE / kWarps;
+static_assert(kWarpTokens == 16);
 
 struct Work {
   const int32_t *words;
@@ -37,24 +37,6 @@ struct Sections {
   template <class R>
   PD_DEVICE const R *of(const plan::Section &s) const {
     return (const R *)(words + s.offset);
-  }
-};
-
-// Where the tokens of a unit lie, and which of them any row sees.
-struct Place {
-  const int32_t *blocks, *path;           // path: slots of lanes from path_lane on
-  int start, path_lane, shift, first, last;  // lanes first .. last - 1 are seen
-
-  PD_DEVICE Place(const plan::Unit &u, const int32_t *paths, int shift, int first, int last)
-      : blocks(u.blocks), path(paths + u.path - u.path_lane), start(u.tile * TILE),
-        path_lane(u.path < 0 ? TILE : u.path_lane), shift(shift), first(first), last(last) {}
-  PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
-  // Of a lane that is not seen, that of one which is. Without a branch, so that a thread's are found at a time.
-  PD_DEVICE int slot(int lane) const {
-    lane = is_seen(lane) ? lane : first < last ? first : 0;
-    const bool is_in_block = lane < path_lane;
-    const int found = *(is_in_block ? blocks + (lane >> shift) : path + lane);
-    return is_in_block ? found << shift | ((start + lane) & ((1 << shift) - 1)) : found;
   }
 };
 
@@ -118,18 +100,6 @@ struct Fold {
   PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
 };
 PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }
-
-// A worker's spans: those of few rows to the first, which leaves the others to the second.
-template <class Few, class Many>
-PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_many) {
-  const Sections p{*(const plan::Header *)w.words, w.words};
-  const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr);
-  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks())
-    for (int i = indptr[worker], last = indptr[worker + 1]; i < last;) {
-      i = run_few(i, last);
-      if (i < last) i = run_many(i, last);
-    }
-}
 
 // That a kernel of a dtype and such heads has.
 inline int columns_of(int dtype, int head_dim) {
