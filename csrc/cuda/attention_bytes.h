@@ -16,29 +16,27 @@ struct ByteStages {
   static constexpr bool kHasScales = true;
   static constexpr int kColumns = kHead, kStride = kHead + 16, kThreadsAToken = 4;
   static constexpr int kMostStages = kHead <= 64 ? 6 : kHead <= 128 ? 5 : 2;
-  static constexpr int64_t kStageBytes = 2 * TILE * (kStride + 2 * 4);
+  static constexpr int64_t kScaleStages = 2 * kMostStages * TILE, kFixedBytes = 2 * 4 * kScaleStages;
+  static constexpr int64_t kStageBytes = 2 * TILE * kStride;
 
   PD_DEVICE ByteStages(const SharedMemory &memory, int64_t at, int num_stages)
-      : words(memory.part<uint32_t>(at, 2 * num_stages * TILE)),
-        shifts(memory.part<uint32_t>(at + num_stages * 8 * TILE, 2 * num_stages * TILE)),
-        kv(memory.part<uint8_t>(at + num_stages * 16 * TILE, 2 * num_stages * TILE * kStride)) {}
+      : words(memory.part<uint32_t>(at, kScaleStages)), shifts(memory.part<uint32_t>(at + 4 * kScaleStages, kScaleStages)),
+        kv(memory.part<uint8_t>(at + kFixedBytes, 2 * num_stages * TILE * kStride)) {}
 
   static PD_DEVICE int tile_at(int stage, bool is_v) { return (2 * stage + is_v) * TILE * kStride; }
 
   PD_DEVICE void clear_columns(int num_stages, int dim, const M *k) const {
     begin_zeros<kHead>(kv, 2 * num_stages * TILE, kStride, dim, k);
   }
-  PD_DEVICE void begin(int stage, const int64_t (&at)[2], int first, int last, int dim, const M *k, const M *v) const {
+  PD_DEVICE void begin(int stage, int64_t at, int first, int last, int dim, const M *k, const M *v) const {
     copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, at, first, last, dim, k,
                                      v);
   }
-  // Of token `lane`, or the one 32 behind it. Copies are of four bytes at least: two tokens' scales, and which it is.
-  PD_DEVICE void begin_scales(int stage, int token, bool is_seen, int64_t from, const M *k, const M *v) const {
-    PD_UNROLL for (int is_v = 0; is_v < 2; is_v++) {
-      const int at = (2 * stage + is_v) * TILE + token;
-      begin_copy<4>(words.at(at), (is_v ? v : k) + from / 4 * 4, is_seen);
-      shifts[at] = (uint32_t)(from % 4 * 8);
-    }
+  // Copies are of four bytes at least: two tokens' scales, and which it is.
+  PD_DEVICE void begin_scale(int stage, int token, bool is_v, bool is_seen, int64_t from, const M *kv_cache) const {
+    const int at = (2 * stage + is_v) * TILE + token;
+    begin_copy<4>(words.at(at), kv_cache + from / 4 * 4, is_seen);
+    shifts[at] = (uint32_t)(from % 4 * 8);
   }
   // Of the tokens that a thread has logits of, among the 16 from `token` on.
   PD_DEVICE Scales scales(int stage, bool is_v, int token) const {
@@ -68,19 +66,21 @@ struct ByteStages {
   PD_DEVICE bool has_poison(int, const Sight &, int) const { return false; }
 
  private:
-  const SharedArray<uint32_t> words, shifts;  // [stages][K, V][TILE]
+  const SharedArray<uint32_t> words, shifts;  // [most stages][K, V][TILE]
   const SharedArray<uint8_t> kv;              // [stages][K, V][TILE][kStride]
 };
 
-template <class E, int kKind>
-int put_kind(pd_context &c, const Work &w, int head_dim) {
-  if (head_dim <= 64) return put<ByteStages<E, 64, kKind>>(c, w);
-  return head_dim <= 128 ? put<ByteStages<E, 128, kKind>>(c, w) : put<ByteStages<E, 256, kKind>>(c, w);
+template <class E, int kKind, class Launched>
+int put_kind(pd_context &c, const Work &w, int head_dim, const Launched &launched) {
+  if (head_dim <= 64) return put<ByteStages<E, 64, kKind>>(c, w, launched);
+  return head_dim <= 128 ? put<ByteStages<E, 128, kKind>>(c, w, launched)
+                         : put<ByteStages<E, 256, kKind>>(c, w, launched);
 }
 
-template <class E>
-int put_bytes(pd_context &c, const Work &w, int head_dim, int kv_kind) {
-  return (kv_kind == PD_KV_INT8 ? put_kind<E, PD_KV_INT8> : put_kind<E, PD_KV_FP8>)(c, w, head_dim);
+template <class E, class Launched>
+int put_bytes(pd_context &c, const Work &w, int head_dim, int kv_kind, const Launched &launched) {
+  return kv_kind == PD_KV_INT8 ? put_kind<E, PD_KV_INT8>(c, w, head_dim, launched)
+                               : put_kind<E, PD_KV_FP8>(c, w, head_dim, launched);
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 // Attention of few packed rows: at most as many as one tile of the tensor cores has, as where tokens are decoded.
 //
-// Work     Four warps have the logits of 16 positions of a unit each, agree on each row's maximum, put the probabilities
-//          into shared memory, and have each a quarter of the head's columns of the result. Queries stay in registers.
-// Copies   A fifth warp brings units, which come in a row, whatever spans they are of: where one was, another is under
-//          way as soon as all are done with it. It meets the others at each of their barriers.
+// Work     The four warps have the logits of 16 positions of a unit each, agree on each row's maximum, put the
+//          probabilities into shared memory, and have each a quarter of the head's columns of the result. Queries stay
+//          in registers. Two barriers a unit: behind the first, nobody looks any more where the unit before was, and
+//          another begins to come; behind the second, the next unit is there.
+// Ahead    Units come in a row, whatever spans they are of: while one is computed, the next ones are under way, and the
+//          record of the one behind them is read.
 // Order    As in attention_work.h.
 #pragma once
 #include "cuda/attention_units.h"
@@ -21,13 +23,14 @@ class Few {
   using M = typename S::M;
   using P = typename S::P;
   static constexpr int kPieces = S::kColumns / (8 * kWarps), kSteps = S::kColumns / 16;
+  static constexpr int kKept = kSteps <= 8 ? kSteps : 1;  // the largest heads lack the registers
   static constexpr int kQueryStride = S::kColumns + 8, kProbabilityStride = TILE + 8;
   static constexpr int kMostStages = S::kMostStages;
   static constexpr int64_t kTopsAt = kMostStages * sizeof(Mark), kSumsAt = kTopsAt + kTileRows * sizeof(OfWarps);
   static constexpr int64_t kQueryAt = kSumsAt + kTileRows * sizeof(OfWarps);
   static constexpr int64_t kProbabilityAt = kQueryAt + kTileRows * kQueryStride * 2;
   static constexpr int64_t kStagesAt = kProbabilityAt + kTileRows * kProbabilityStride * 2;
-  static constexpr int64_t bytes(int stages) { return kStagesAt + stages * S::kStageBytes; }
+  static constexpr int64_t bytes(int stages) { return kStagesAt + S::kFixedBytes + stages * S::kStageBytes; }
 
   PD_DEVICE Few(const Work &w, const SharedMemory &memory)
       : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), warp_(thread_index() / kWarp),
@@ -39,8 +42,8 @@ class Few {
         whole_q_(memory.part<Words>(kQueryAt, kTileRows * kQueryStride * 2 / 16)),
         p_of_(memory.part<uint32_t>(kProbabilityAt, kTileRows * kProbabilityStride / 2)) {}
 
-  // Spans from i on, until `last` or one that has more rows, which is what it gives.
-  PD_DEVICE int run(int i, int last);
+  // Of spans i .. last - 1 those that have few rows.
+  PD_DEVICE void run(int i, int last);
 
  private:
   struct Side {  // what a span is to those who bring its units, and to those who compute them
@@ -49,7 +52,6 @@ class Few {
     int all_begin, all_end;  // that all rows see
   };
   PD_DEVICE bool open(Side &side, int i) const;
-  PD_DEVICE int bring_spans(int i, int last);
   PD_DEVICE void look_ahead();
   PD_DEVICE void bring(int stage);
   PD_DEVICE void run_span(int &stage);
@@ -57,12 +59,17 @@ class Few {
   PD_DEVICE void add_logits(int stage, float (&s)[2][4]) const;
   PD_DEVICE void scale_logits(int stage, float (&s)[2][4]) const;
   PD_DEVICE void find_tops(const Mark &mark, const Sight &sight, float (&s)[2][4]) const;
-  PD_DEVICE void weigh(const Mark &mark, const Sight &sight, int stage, float (&s)[2][4]);
+  PD_DEVICE void weigh(int stage, float (&s)[2][4]);
   PD_DEVICE void add_values(int stage, float (&o)[kPieces][4]) const;
   PD_DEVICE void add_poison(int stage, const Sight &sight, int start);
   PD_DEVICE void sum_up();
   PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
 
+  PD_DEVICE void load_fragment(int step, uint32_t (&a)[4]) const {
+    load_matrices(a, q_.at(lane_ % 16 * kQueryStride + lane_ / 16 * 8 + 16 * step));
+  }
+  // Of the largest heads, on a device with less shared memory.
+  static constexpr bool kMayHaveOne = 2 * S::kStageBytes > (96 << 10);
   PD_DEVICE int column_of(int piece) const { return S::kColumns / kWarps * warp_ + 8 * piece + 2 * (lane_ % 4); }
   PD_DEVICE float &total(int half, int piece, int i) const {
     const int64_t place = ((int64_t)block_index() * 2 + half) * (kPieces + 1) + piece;
@@ -83,9 +90,9 @@ class Few {
   Side brought_, now_;
   UnitAhead<S> ahead_;
   bool has_ahead_;
-  const plan::Unit *units_left_, *units_end_;  // of the span that is brought
+  int unit_, units_end_;  // that are left of the span that is brought
   int brought_span_, last_span_;
-  uint32_t fragments_[kSteps][4];         // of queries
+  uint32_t fragments_[kKept][4];          // of queries
   float o_[kPieces][4], m_[2], l_[2];     // of the chunk
 };
 
@@ -108,19 +115,17 @@ PD_DEVICE bool Few<S>::open(Side &side, int i) const {
 
 template <class S>
 PD_DEVICE void Few<S>::look_ahead() {
-  if (units_left_ == units_end_) {
-    has_ahead_ = ++brought_span_ < last_span_ && open(brought_, brought_span_);
-    if (!has_ahead_) {
-      brought_span_ = last_span_;
-      return;
-    }
+  if (unit_ == units_end_) {
+    do brought_span_++;
+    while (brought_span_ < last_span_ && !open(brought_, brought_span_));
+    has_ahead_ = brought_span_ < last_span_;
+    if (!has_ahead_) return;
     const plan::Span &span = *brought_.rows.span;
     const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
-    const plan::Unit *units = p_.template of<plan::Unit>(h_.units);
     const plan::Item &end = items[span.num_items - 1];
-    units_left_ = units + items[0].unit0, units_end_ = units + end.unit0 + end.num_units;
+    unit_ = items[0].unit0, units_end_ = end.unit0 + end.num_units;
   }
-  ahead_.read(*units_left_++, w_.block_shift);
+  ahead_.read(p_, unit_++, w_.block_shift);
 }
 
 template <class S>
@@ -134,7 +139,7 @@ PD_DEVICE void Few<S>::bring(int stage) {
       if (sight.has_row(lane_)) sight.meet(brought_.begin - start, brought_.end - start);
       sight.meet_lanes();
     }
-    if (lane_ == 0) marks_[stage] = Mark::of(start, sight, is_whole);
+    if (thread_index() == 0) marks_[stage] = Mark::of(start, sight, is_whole);
     ahead_.copy(w_, p_, stages_, stage, brought_.rows.kv_head, sight.first, sight.last);
     look_ahead();
   }
@@ -146,9 +151,12 @@ PD_DEVICE void Few<S>::add_logits(int stage, float (&s)[2][4]) const {
   PD_UNROLL for (int column = 0; column < S::kColumns; column += kLoadedColumns) {
     uint32_t b[2][4];
     stages_.load_keys(stage, warp_ * kWarpTokens, column, b);
-    PD_UNROLL for (int step = 0; step < 2; step++)
-      PD_UNROLL for (int n = 0; n < 2; n++)
-        multiply_add<E>(s[n], fragments_[column / 16 + step], b[step][2 * n], b[step][2 * n + 1]);
+    PD_UNROLL for (int step = 0; step < 2; step++) {
+      uint32_t a[4];
+      if constexpr (kKept < kSteps) load_fragment(column / 16 + step, a);
+      else PD_UNROLL for (int i = 0; i < 4; i++) a[i] = fragments_[column / 16 + step][i];
+      PD_UNROLL for (int n = 0; n < 2; n++) multiply_add<E>(s[n], a, b[step][2 * n], b[step][2 * n + 1]);
+    }
   }
 }
 
@@ -194,7 +202,7 @@ PD_DEVICE void Few<S>::find_tops(const Mark &mark, const Sight &sight, float (&s
 
 // Logits to probabilities, which go to shared memory; results and sums so far come down to the new maximum.
 template <class S>
-PD_DEVICE void Few<S>::weigh(const Mark &mark, const Sight &sight, int stage, float (&s)[2][4]) {
+PD_DEVICE void Few<S>::weigh(int stage, float (&s)[2][4]) {
   const auto scales = stages_.scales(stage, true, warp_ * kWarpTokens);
   const int column = warp_ * kWarpTokens + 2 * (lane_ % 4);
   PD_UNROLL for (int half = 0; half < 2; half++) {
@@ -210,17 +218,7 @@ PD_DEVICE void Few<S>::weigh(const Mark &mark, const Sight &sight, int stage, fl
     PD_UNROLL for (int i = 0; i < 4; i++) p[i] = power_of_two(s[i / 2][2 * half + i % 2] - shift);
     PD_UNROLL for (int n = 0; n < 2; n++) sum = sum + (p[2 * n] + p[2 * n + 1]);
     l_[half] = sum;
-    if constexpr (S::kHasScales) {
-      int begin = 0, end = TILE;  // lanes
-      if (!mark.is_whole) {
-        const int of_row = shuffle(now_.end, row);
-        begin = shuffle(now_.begin, row) - mark.start, end = (sight.has_row(row) ? of_row : 0) - mark.start;
-      }
-      PD_UNROLL for (int i = 0; i < 4; i++) {
-        const int at = column + 8 * (i / 2) + i % 2;
-        p[i] = scales.times_seen(i, p[i], at >= begin && at < end);
-      }
-    }
+    PD_UNROLL for (int i = 0; i < 4; i++) p[i] = scales.times_probability(i, p[i]);
     PD_UNROLL for (int n = 0; n < 2; n++)
       p_of_[(row * kProbabilityStride + column + 8 * n) / 2] = pair_of<P>(p[2 * n], p[2 * n + 1]);
   }
@@ -271,6 +269,13 @@ PD_DEVICE void Few<S>::add_poison(int stage, const Sight &sight, int start) {
 
 template <class S>
 PD_DEVICE void Few<S>::run_unit(int stage, bool is_last) {
+  const int num_stages = w_.few_stages;
+  if (kMayHaveOne && num_stages == 1) {
+    sync_block();
+    bring(0);
+    await_copies<0>();
+    sync_block();
+  }
   const Mark mark = marks_[stage];
   const Sight sight = mark.sight();
   float s[2][4] = {};
@@ -281,8 +286,10 @@ PD_DEVICE void Few<S>::run_unit(int stage, bool is_last) {
   const bool is_poisoned =
       !S::kHasScales && sight.is_ragged() && any_of_block(stages_.has_poison(stage, sight, w_.head_dim));
   sync_block();
-  weigh(mark, sight, stage, s);
+  if (!kMayHaveOne || num_stages > 1) bring(stage ? stage - 1 : num_stages - 1);
+  weigh(stage, s);
   if (is_last) sum_up();
+  if (!kMayHaveOne || num_stages > 1) await_all_but<kMostStages - 2>(num_stages - 2);
   sync_block();
   if (mark.is_whole) {
     add_values(stage, o_);
@@ -317,11 +324,10 @@ PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_ite
     if (packed < now_.rows.num_packed) {
       const OfWarps sums = all_sums_[packed];
       const float l = ((sums.of[0] + sums.of[1]) + sums.of[2]) + sums.of[3];
-      float o[kPieces][2];
-      PD_UNROLL for (int i = 0; i < 2 * kPieces; i++) o[i / 2][i % 2] = o_[i / 2][i % 2];
+      const auto o = [&](int piece, int i) -> float & { return o_[piece][i]; };
       const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
-      end_row<E>(w_, p_, now_.rows, packed, chunk, is_first_item, is_last_item, warp_ == 0 && lane_ % 4 == 0, m_[0], l,
+      end_row<E, kPieces>(w_, p_, now_.rows, packed, chunk, is_first_item, is_last_item, warp_ == 0 && lane_ % 4 == 0, m_[0], l,
                  o, total_of, column);
     }
     m_[0] = m_[1];
@@ -333,8 +339,8 @@ template <class S>
 PD_DEVICE void Few<S>::run_span(int &stage) {
   load_queries<S>(w_, p_, now_.rows, kTileRows, whole_q_);
   sync_block();
-  PD_UNROLL for (int step = 0; step < kSteps; step++)
-    load_matrices(fragments_[step], q_.at(lane_ % 16 * kQueryStride + lane_ / 16 * 8 + 16 * step));
+  if constexpr (kKept == kSteps)
+    PD_UNROLL for (int step = 0; step < kSteps; step++) load_fragment(step, fragments_[step]);
   const plan::Span &span = *now_.rows.span;
   const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
   for (int item = 0; item < span.num_items; item++) {
@@ -342,57 +348,25 @@ PD_DEVICE void Few<S>::run_span(int &stage) {
     PD_UNROLL for (int n = 0; n < 4 * kPieces; n++) o_[n / 4][n % 4] = 0.0f;
     const int num_units = items[item].num_units;
     for (int u = 0; u < num_units; u++) {
-      if (w_.few_stages == 1) sync_block();  // it has come only now
       run_unit(stage, u + 1 == num_units);
-      sync_block();
       stage = stage + 1 == w_.few_stages ? 0 : stage + 1;
     }
     end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
   }
 }
 
-// What the warp that copies does meanwhile. There is one place that brings: its code is long.
 template <class S>
-PD_DEVICE int Few<S>::bring_spans(int i, int last) {
-  const int num_stages = w_.few_stages;
-  stages_.clear_columns(num_stages, w_.head_dim, (const M *)w_.k_cache);
-  units_left_ = units_end_ = nullptr, brought_span_ = i - 1, last_span_ = last;
+PD_DEVICE void Few<S>::run(int i, int last) {
+  unit_ = units_end_ = 0, brought_span_ = i - 1, last_span_ = last;
   look_ahead();
-  int num_free = num_stages, free = 0;  // stages, and the first of them
-  for (int stage = 0; i < last && open(now_, i); i++) {
-    const plan::Span &span = *now_.rows.span;
-    const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
-    const plan::Item &end = items[span.num_items - 1];
-    const int num_units = end.unit0 + end.num_units - items[0].unit0;
-    for (int u = 0; u < num_units; u++) {
-      PD_ROLLED for (; num_free > 0; num_free--) bring(free), free = free + 1 == num_stages ? 0 : free + 1;
-      if (u == 0) {
-        await_all_but<kMostStages - 1>(num_stages - 1);
-        sync_block();
-      }
-      if (num_stages == 1) {
-        await_copies<0>();
-        sync_block();
-      }
-      const bool is_poisoned = !S::kHasScales && ((Mark)marks_[stage]).sight().is_ragged() && any_of_block(false);
-      sync_block();
-      sync_block();
-      if (is_poisoned) sync_block(), sync_block();
-      if (num_stages > 1) await_all_but<kMostStages - 2>(num_stages - 2);
-      sync_block();
-      num_free = 1, stage = stage + 1 == num_stages ? 0 : stage + 1;
-    }
-  }
-  return i;
-}
-
-template <class S>
-PD_DEVICE int Few<S>::run(int i, int last) {
-  if (!open(now_, i)) return i;
+  if (!has_ahead_) return;
   sync_block();  // of what had the memory before
-  if (warp_ == kWarps) return bring_spans(i, last);
-  for (int stage = 0; i < last && open(now_, i); i++) run_span(stage);
-  return i;
+  await_kernels();
+  stages_.clear_columns(w_.few_stages, w_.head_dim, (const M *)w_.k_cache);
+  PD_ROLLED for (int s = 0; s + 1 < w_.few_stages; s++) bring(s);
+  if (w_.few_stages > 1) await_all_but<kMostStages - 2>(w_.few_stages - 2);
+  for (int stage = 0; i < last; i++)
+    if (open(now_, i)) run_span(stage);
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ class Walk {
   PD_DEVICE void run_unit(const plan::Unit &);
   PD_DEVICE void find_logits(const Sight &, float (&s)[kHalves][4]) const;
   PD_DEVICE void find_tops(int start, const Sight &, float (&s)[kHalves][4]) const;
-  PD_DEVICE void weigh(int start, const Sight &, const float (&s)[kHalves][4]);
+  PD_DEVICE void weigh(const float (&s)[kHalves][4]);
   PD_DEVICE void add_values(int start, const Sight &);
   PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
 
@@ -151,9 +151,9 @@ PD_DEVICE void Walk<kHead, kBytes>::find_tops(int start, const Sight &sight, flo
 
 // Logits to probabilities, which go to shared memory; results and sums so far come down to the new maximum.
 template <int kHead, bool kBytes>
-PD_DEVICE void Walk<kHead, kBytes>::weigh(int start, const Sight &sight, const float (&s)[kHalves][4]) {
+PD_DEVICE void Walk<kHead, kBytes>::weigh(const float (&s)[kHalves][4]) {
   PD_UNROLL for (int half = 0; half < kHalves; half++) {
-    const int row = row_of(half), begin = begins_[row], end = sight.has_row(row) ? (int)ends_[row] : 0;
+    const int row = row_of(half);
     const float before = m_[half];
     float top = before;
     for (int w = 0; w < kWarps; w++) top = fmaxf(top, tops_[w * ROWS_MAX + row]);
@@ -165,11 +165,9 @@ PD_DEVICE void Walk<kHead, kBytes>::weigh(int start, const Sight &sight, const f
     PD_UNROLL for (int i = 0; i < 4; i++) p[i] = power_of_two(s[half][i] - shift);
     PD_UNROLL for (int i = 0; i < 4; i += 2) sum = sum + (p[i] + p[i + 1]);
     l_[half] = sum;
-    PD_UNROLL for (int i = 0; i < 4; i++) {
-      const int at = start + token_of(i);
-      const bool is_seen = at >= begin && at < end;  // of others a scale may be anything, and 0 times infinity is NaN
-      p_of_[row * kProbabilityStride + token_of(i)] = !kBytes ? p[i] : is_seen ? p[i] * scales_[TILE + token_of(i)] : 0;
-    }
+    PD_UNROLL for (int i = 0; i < 4; i++)
+      p_of_[row * kProbabilityStride + token_of(i)] =
+          kBytes ? scaled_probability(p[i], scales_[TILE + token_of(i)]) : p[i];
   }
 }
 
@@ -204,7 +202,7 @@ PD_DEVICE void Walk<kHead, kBytes>::run_unit(const plan::Unit &u) {
   find_logits(sight, s);
   find_tops(start, sight, s);
   sync_block();
-  weigh(start, sight, s);
+  weigh(s);
   sync_block();
   add_values(start, sight);
 }
@@ -226,8 +224,9 @@ PD_DEVICE void Walk<kHead, kBytes>::end_chunk(int chunk, bool is_first_item, boo
       for (int w = 1; w < kWarps; w++) l = l + tops_[w * ROWS_MAX + packed];
       const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
-      end_row<float>(w_, p_, rows_, packed, chunk, is_first_item, is_last_item, warp_ == 0 && lane_ % 4 == 0, m_[0], l,
-                     o_[0], total_of, column);
+      const auto o = [&](int piece, int i) -> float & { return o_[0][piece][i]; };
+      end_row<float, kPieces>(w_, p_, rows_, packed, chunk, is_first_item, is_last_item, warp_ == 0 && lane_ % 4 == 0, m_[0], l,
+                              o, total_of, column);
     }
     PD_UNROLL for (int to = 0; to + 1 < kHalves; to++) {
       m_[to] = m_[to + 1];

@@ -8,25 +8,28 @@
 namespace pagedec::attention {
 namespace {
 
-// A worker's spans: those of few rows to the first, which leaves the others to the second.
-template <class Few, class Many>
-PD_DEVICE void walk_spans(const Work &w, const Few &run_few, const Many &run_many) {
+template <class Walk>
+PD_DEVICE void each_share(const Work &w, const Walk &walk) {
   const Sections p{*(const plan::Header *)w.words, w.words};
-  const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr);
-  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks())
-    for (int i = indptr[worker], last = indptr[worker + 1]; i < last;) {
-      i = run_few(i, last);
-      if (i < last) i = run_many(i, last);
-    }
+  for (int worker = block_index(); worker < p.header.num_workers; worker += num_grid_blocks()) {
+    const int32_t *indptr = p.of<int32_t>(p.header.worker_indptr) + worker;
+    walk(indptr[0], indptr[1]);
+  }
 }
 
-// Of the largest heads a multiprocessor has registers for one block.
-template <class S>
-PD_KERNEL_BLOCKS(kThreadsWithCopier, (S::kColumns > 128 ? 1 : kBlocksAtATime)) half_kernel(Work w) {
+// Of a worker's spans those of few rows, then the others. Where the registers of one do not bear the other's beside
+// them, these are two kernels.
+template <class S, bool kFew, bool kMany>
+PD_KERNEL_BLOCKS(kThreads, kBlocksAtATime) half_kernel(Work w) {
   LAUNCHED_SHARED(memory);
-  walk_spans(
-      w, [&](int i, int last) { return Few<S>(w, memory).run(i, last); },
-      [&](int i, int last) { return Many<S>(w, memory).run(i, last); });
+  let_next_begin();
+  if constexpr (kFew) each_share(w, [&](int i, int last) { Few<S>(w, memory).run(i, last); });
+  if constexpr (kFew && kMany) sync_block();  // what both need is found anew: kept, it would take registers
+  if constexpr (kMany)
+    each_share(w, [&](int i, int last) {
+      for (; i < last; i++) Many<S>(w, memory).run(i);
+    });
+  await_kernels();  // who has no span, too
 }
 
 // As many as there is room for, of which a multiprocessor has so much for all of its blocks, and the driver takes a
@@ -44,19 +47,25 @@ int stages_for(int64_t most_of_block) {
   return of_two > 1 ? of_two : fitting(most_of_block);
 }
 
-// What walks say of their shared memory is what a launch gives.
-template <class S>
-int put(pd_context &c, Work w) {
+// What walks say of their shared memory is what a launch gives, which is `launched`: a kernel, its grid, its argument.
+template <class S, class Launched>
+int put(pd_context &c, Work w, const Launched &launched) {
   const int64_t most = target(c).max_shared_bytes;
   w.few_stages = stages_for<Few<S>>(most), w.num_stages = stages_for<Many<S>>(most);
-  const int64_t bytes = std::max(Few<S>::bytes(w.few_stages), Many<S>::bytes(w.num_stages));
-  return launch(c, "pd_attention", half_kernel<S>, Grid(kThreadsWithCopier, kBlocksAtATime, bytes), w);
+  const int64_t of_few = Few<S>::bytes(w.few_stages), of_many = Many<S>::bytes(w.num_stages);
+  const auto grid = [](int64_t bytes) { return Grid(kThreads, kBlocksAtATime, bytes); };
+  if constexpr (!S::kHasScales) return launched(half_kernel<S, true, true>, grid(std::max(of_few, of_many)), w);
+  else
+    return launched(half_kernel<S, true, false>, grid(of_few), w) ||
+                   launched(half_kernel<S, false, true>, grid(of_many), w)
+               ? -1
+               : 0;
 }
 
-template <class E>
-int put_plain(pd_context &c, const Work &w, int head_dim) {
-  if (head_dim <= 64) return put<HalfStages<E, 64>>(c, w);
-  return head_dim <= 128 ? put<HalfStages<E, 128>>(c, w) : put<HalfStages<E, 256>>(c, w);
+template <class E, class Launched>
+int put_plain(pd_context &c, const Work &w, int head_dim, const Launched &launched) {
+  if (head_dim <= 64) return put<HalfStages<E, 64>>(c, w, launched);
+  return head_dim <= 128 ? put<HalfStages<E, 128>>(c, w, launched) : put<HalfStages<E, 256>>(c, w, launched);
 }
 
 }  // namespace

@@ -31,14 +31,17 @@ struct PackedRows {
 };
 
 // What a chunk has of one row is folded into what was before, or begins it; it goes to the result, to a record for the
-// merge, or to where this thread finds it for the next chunk. total(piece, i): what is kept of pieces, then m and l.
-template <class E, int kPieces, class Total, class ColumnOf>
+// merge, or to where this thread finds it for the next chunk. o(piece, i): its numbers; total(piece, i): what is kept of
+// them, then m and l.
+template <class E, int kPieces, class Of, class Total, class ColumnOf>
 PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows, int packed, int chunk,
-                       bool is_first_item, bool is_last_item, bool has_ml, float m, float l, float (&o)[kPieces][2],
+                       bool is_first_item, bool is_last_item, bool has_ml, float m, float l, const Of &o,
                        const Total &total, const ColumnOf &column_of) {
   const plan::Row &row = rows.row(p, packed);
   const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = rows.head(packed), dim = w.head_dim;
   if (chunk < first || chunk > last) return;
+  PD_UNROLL for (int j = 0; j < kPieces; j++)  // -0 becomes 0, as where what was not seen added a 0
+    PD_UNROLL for (int i = 0; i < 2; i++) o(j, i) = o(j, i) + 0.0f;
   if (rows.is_first_span && chunk != first) {
     const float before_m = total(kPieces, 0), before_l = total(kPieces, 1);
     const bool is_empty = l == 0.0f;  // nothing of this chunk: what was before is all
@@ -47,7 +50,7 @@ PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows,
     PD_UNROLL for (int j = 0; j < kPieces; j++)
       PD_UNROLL for (int i = 0; i < 2; i++) {
         const float before = total(j, i);
-        o[j][i] = is_empty ? before : fold.of(before, o[j][i]);
+        o(j, i) = is_empty ? before : fold.of(before, o(j, i));
       }
   }
   total(kPieces, 0) = m, total(kPieces, 1) = l;
@@ -59,16 +62,16 @@ PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows,
     E *out = (E *)w.out + ((int64_t)row.row_id * q_heads + head) * dim;
     PD_UNROLL for (int j = 0; j < kPieces; j++)
       PD_UNROLL for (int i = 0; i < 2; i++)
-        if (column_of(j) < dim) out[column_of(j) + i] = from_float<E>(o[j][i] * by);
+        if (column_of(j) < dim) out[column_of(j) + i] = from_float<E>(o(j, i) * by);
   } else if (has_record) {
     float *record = w.partials + ((int64_t)(row.split + chunk - row.merge_chunk) * q_heads + head) * (dim + 2);
     PD_UNROLL for (int j = 0; j < kPieces; j++)
       PD_UNROLL for (int i = 0; i < 2; i++)
-        if (column_of(j) < dim) record[column_of(j) + i] = o[j][i];
+        if (column_of(j) < dim) record[column_of(j) + i] = o(j, i);
     if (has_ml) record[dim] = m, record[dim + 1] = l;
   } else {
     PD_UNROLL for (int j = 0; j < kPieces; j++)
-      PD_UNROLL for (int i = 0; i < 2; i++) total(j, i) = o[j][i];
+      PD_UNROLL for (int i = 0; i < 2; i++) total(j, i) = o(j, i);
   }
 }
 

@@ -10,26 +10,23 @@ constexpr int kCopiedBytes = 16;   // that one copy brings
 constexpr int kStepTokens = 16;    // of V, that one instruction multiplies
 constexpr int kLoadedColumns = 32, kLoadedTokens = 32;  // of K, of V, that are loaded together
 
-// The warp that copies begins the copies of a unit's K and V, of which lanes first .. last - 1 are seen. at: where
-// tokens `lane` and `lane` + 32 begin in the cache.
+// Begins the copies of a unit's K and V, of which lanes first .. last - 1 are seen. A warp has 16 tokens: `at` is where
+// token `lane` % 16 of them begins in the cache.
 template <int kThreadsAToken, int kHead, class M>
-PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride, const int64_t (&at)[2], int first,
-                         int last, int dim, const M *k, const M *v) {
+PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride, int64_t at, int first, int last,
+                         int dim, const M *k, const M *v) {
   constexpr int kCopied = kCopiedBytes / (int)sizeof(M), kTokens = kWarp / kThreadsAToken;
   const int lane = thread_index() % kWarp, column = lane % kThreadsAToken * kCopied;
   const int64_t apart = (const char *)v - (const char *)k;
-  PD_UNROLL for (int half = 0; half < 2; half++) {
-    PD_UNROLL_BY(4)
-    for (int of = lane / kThreadsAToken; of < kWarp; of += kTokens) {
-      const char *from_k = (const char *)k + (shuffle(at[half], of) + column) * (int)sizeof(M);
-      const char *from_v = from_k + apart;
-      const int token = half * kWarp + of, to = token * stride + column;
-      const bool is_seen = token >= first && token < last;
-      PD_UNROLL for (int d = 0; d < kHead; d += kThreadsAToken * kCopied) {
-        if (column + d >= dim) continue;
-        begin_copy(kv.at(of_k + to + d), from_k + d * sizeof(M), is_seen);
-        begin_copy(kv.at(of_v + to + d), from_v + d * sizeof(M), is_seen);
-      }
+  PD_UNROLL for (int i = 0; i < kWarpTokens; i += kTokens) {
+    const int of = i + lane / kThreadsAToken, token = thread_index() / kWarp * kWarpTokens + of;
+    const char *from_k = (const char *)k + (shuffle(at, of) + column) * (int)sizeof(M), *from_v = from_k + apart;
+    const bool is_seen = token >= first && token < last;
+    const int to = token * stride + column;
+    PD_UNROLL for (int d = 0; d < kHead; d += kThreadsAToken * kCopied) {
+      if (column + d >= dim) continue;
+      begin_copy(kv.at(of_k + to + d), from_k + d * sizeof(M), is_seen);
+      begin_copy(kv.at(of_v + to + d), from_v + d * sizeof(M), is_seen);
     }
   }
 }
@@ -39,7 +36,7 @@ template <int kHead, class M>
 PD_DEVICE void begin_zeros(const SharedArray<M> &rows, int num_rows, int stride, int dim, const M *from) {
   constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
   const int left = (kHead - dim) / kCopied;
-  for (int i = thread_index() % kWarp; i < num_rows * left; i += kWarp)
+  for (int i = thread_index(); i < num_rows * left; i += kThreads)
     begin_copy(rows.at(i / left * stride + dim + i % left * kCopied), from, false);
 }
 
@@ -52,7 +49,7 @@ struct HalfStages {
   static constexpr bool kHasScales = false;
   static constexpr int kColumns = kHead, kStride = kHead + 8, kThreadsAToken = 8;
   static constexpr int kMostStages = kHead <= 64 ? 6 : 3;
-  static constexpr int64_t kStageBytes = 2 * TILE * kStride * 2;
+  static constexpr int64_t kFixedBytes = 0, kStageBytes = 2 * TILE * kStride * 2;
 
   PD_DEVICE HalfStages(const SharedMemory &memory, int64_t at, int num_stages)
       : kv(memory.part<E>(at, 2 * num_stages * TILE * kStride)) {}
@@ -63,7 +60,7 @@ struct HalfStages {
   PD_DEVICE void clear_columns(int num_stages, int dim, const E *k) const {
     begin_zeros<kHead>(kv, 2 * num_stages * TILE, kStride, dim, k);
   }
-  PD_DEVICE void begin(int stage, const int64_t (&at)[2], int first, int last, int dim, const E *k, const E *v) const {
+  PD_DEVICE void begin(int stage, int64_t at, int first, int last, int dim, const E *k, const E *v) const {
     copy_unit<kThreadsAToken, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, at, first, last, dim, k,
                                      v);
   }

@@ -20,16 +20,15 @@ struct alignas(16) Mark {
   PD_DEVICE Sight sight() const { return Sight::of(rows & 0xffff, rows >> 16, lanes); }
 };
 
-// The unit that is brought next, to the warp that copies. A lane has the blocks of tokens `lane` and `lane` + 32.
+// The unit that is brought next. A lane has the block of the token that it finds for its warp.
 template <class S>
 struct UnitAhead {
   using M = typename S::M;
-  const plan::Unit *unit;
-  int tile, row0, row1, path, blocks[2];
+  int at, tile, row0, row1, path, block;  // at: among all units
 
-  PD_DEVICE void read(const plan::Unit &u, int block_shift) {
-    unit = &u, tile = u.tile, row0 = u.row0, row1 = u.row1, path = u.path;
-    PD_UNROLL for (int i = 0; i < 2; i++) blocks[i] = u.blocks[token_of(i) >> block_shift];
+  PD_DEVICE void read(const Sections &p, int unit, int block_shift) {
+    const plan::Unit &u = p.of<plan::Unit>(p.header.units)[unit];
+    at = unit, tile = u.tile, row0 = u.row0, row1 = u.row1, path = u.path, block = u.blocks[token() >> block_shift];
   }
   // Of a span whose rows all see positions all_begin .. all_end - 1.
   PD_DEVICE bool is_whole(const Sight &sight, int num_packed, int all_begin, int all_end) const {
@@ -38,7 +37,7 @@ struct UnitAhead {
   }
   PD_DEVICE void copy(const Work &, const Sections &, const S &stages, int stage, int kv_head, int first,
                       int last) const;
-  static PD_DEVICE int token_of(int i) { return thread_index() % kWarp + i * kWarp; }
+  static PD_DEVICE int token() { return thread_index() / kWarp * kWarpTokens + thread_index() % kWarpTokens; }
 };
 
 // Begins its copies, of which lanes first .. last - 1 are seen.
@@ -48,22 +47,22 @@ PD_DEVICE void UnitAhead<S>::copy(const Work &w, const Sections &p, const S &sta
   const int shift = w.block_shift, in_block = (1 << shift) - 1, dim = w.head_dim;
   const uint32_t of_block = (uint32_t)(dim + (S::kHasScales ? kScaleBytes : 0)) << shift;
   const M *k = (const M *)w.k_cache, *v = (const M *)w.v_cache;
-  int path_lane = TILE;
-  const int32_t *slots = nullptr;
-  if (path >= 0) path_lane = unit->path_lane, slots = p.of<int32_t>(p.header.paths) + path - path_lane;
-  int64_t at[2];
-  PD_UNROLL for (int i = 0; i < 2; i++) {
-    const int token = token_of(i);
-    const bool is_seen = token >= first && token < last;
-    int block = blocks[i], offset = (tile * TILE + token) & in_block;
-    if (token >= path_lane && is_seen) block = slots[token] >> shift, offset = slots[token] & in_block;
-    // where its block's head begins
-    const int64_t start = (int64_t)((uint64_t)(uint32_t)(block * w.kv_heads + kv_head) * of_block);
-    at[i] = start + offset * dim;
-    if constexpr (S::kHasScales)
-      stages.begin_scales(stage, token, is_seen, start + (dim << shift) + offset * kScaleBytes, k, v);
+  const bool is_seen = token() >= first && token() < last;
+  int of = block, offset = (tile * TILE + token()) & in_block;
+  if (path >= 0) {
+    const int path_lane = p.of<plan::Unit>(p.header.units)[at].path_lane;
+    if (is_seen && token() >= path_lane) {
+      const int slot = p.of<int32_t>(p.header.paths)[path + token() - path_lane];
+      of = slot >> shift, offset = slot & in_block;
+    }
   }
-  stages.begin(stage, at, first, last, dim, k, v);
+  // where its block's head begins
+  const int64_t start = (int64_t)((uint64_t)(uint32_t)(of * w.kv_heads + kv_head) * of_block);
+  if constexpr (S::kHasScales) {
+    const bool is_v = thread_index() % kWarp >= kWarpTokens;
+    stages.begin_scale(stage, token(), is_v, is_seen, start + (dim << shift) + offset * kScaleBytes, is_v ? v : k);
+  }
+  stages.begin(stage, start + offset * dim, first, last, dim, k, v);
 }
 
 // Until no more than `left` groups of copies are under way, at most kMost.

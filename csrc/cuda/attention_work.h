@@ -14,8 +14,7 @@
 
 namespace pagedec::attention {
 
-// Warps that compute; where there are tensor cores, one more brings K and V.
-constexpr int kWarps = 4, kThreads = kWarps * kWarp, kThreadsWithCopier = kThreads + kWarp;
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kTileRows = 16, kWarpTokens = TILE / kWarps;
 static_assert(kWarpTokens == 16);
 
@@ -72,18 +71,19 @@ struct Sight {
 // What the four logits that a thread has of a row are multiplied by, and their probabilities: of a plain cache nothing.
 struct NoScales {
   PD_DEVICE float times(int, float x) const { return x; }
-  PD_DEVICE float times_seen(int, float x, bool) const { return x; }
+  PD_DEVICE float times_probability(int, float x) const { return x; }
 };
+// What is not seen may have any scale, and 0 times infinity is NaN: a probability of 0 stays one.
+PD_DEVICE float scaled_probability(float x, float by) { return x == 0.0f ? 0.0f : x * by; }
 struct Scales {
   float by[4];
   PD_DEVICE float times(int i, float x) const { return x * by[i]; }
-  // What is not seen may have any scale, and 0 times infinity is NaN.
-  PD_DEVICE float times_seen(int i, float x, bool is_seen) const { return is_seen ? x * by[i] : 0.0f; }
+  PD_DEVICE float times_probability(int i, float x) const { return scaled_probability(x, by[i]); }
 };
 
-// Whether any thread of the block says so, to all of them: with the warp that copies.
+// Whether any thread of the block says so, to all of them.
 PD_DEVICE bool any_of_block(bool mine) {
-  SHARED_ARRAY(uint32_t, votes, kWarps + 1);
+  SHARED_ARRAY(uint32_t, votes, kWarps);
   const uint32_t vote = ballot(mine);
   sync_block();
   if (thread_index() % kWarp == 0) votes[thread_index() / kWarp] = vote;
@@ -105,9 +105,8 @@ PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, 
 inline int columns_of(int dtype, int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 && dtype != PD_F32 ? 128 : 256;
 }
-// Packed rows of a piece: of four tiles, one a warp, where shared memory and registers suffice.
-constexpr int kMostRows = 64;
-constexpr int most_rows_of(int dtype, int columns) { return dtype == PD_F32 || columns > 128 ? ROWS_MAX : kMostRows; }
+// Packed rows of a piece: of four tiles, one a warp, or two of the largest heads, as attention_many.h has them.
+constexpr int most_rows_of(int dtype, int columns) { return dtype == PD_F32 ? ROWS_MAX : columns > 128 ? 32 : 64; }
 inline int most_rows(int dtype, int head_dim) { return most_rows_of(dtype, columns_of(dtype, head_dim)); }
 int enqueue_bf16(pd_context &, const Work &, int head_dim);
 int enqueue_fp16(pd_context &, const Work &, int head_dim);

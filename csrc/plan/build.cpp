@@ -260,7 +260,8 @@ int Builder::build() {
   row_ids_.resize(b_.num_rows), ends_.resize(b_.num_rows), paths_.assign(b_.num_rows, -1);
   num_plain_.resize(b_.num_branches), base_.resize(b_.num_branches);
   h_.group = s_.q_heads / s_.kv_heads;
-  h_.head_parts = (h_.group + ROWS_MAX - 1) / ROWS_MAX;
+  const int most = std::min(ROWS_MAX, workers_.most_rows);
+  h_.head_parts = (h_.group + most - 1) / most;
   for (int i = 0; i < b_.num_branches; i++) place_rows(i);
   order_branches();
   cut_pieces();
