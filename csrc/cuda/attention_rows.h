@@ -42,7 +42,9 @@ PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows,
   if (chunk < first || chunk > last) return;
   PD_UNROLL for (int j = 0; j < kPieces; j++)  // -0 becomes 0, as where what was not seen added a 0
     PD_UNROLL for (int i = 0; i < 2; i++) o(j, i) = o(j, i) + 0.0f;
-  if (rows.is_first_span && chunk != first) {
+  // Of two rows that are one, and see one after the other (plan.h), neither has the result.
+  const bool is_first_span = rows.is_first_span && !(row.split >= 0 && row.merge_chunk < first);
+  if (is_first_span && chunk != first) {
     const float before_m = total(kPieces, 0), before_l = total(kPieces, 1);
     const bool is_empty = l == 0.0f;  // nothing of this chunk: what was before is all
     const Fold fold(before_m, m);
@@ -54,8 +56,8 @@ PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows,
       }
   }
   total(kPieces, 0) = m, total(kPieces, 1) = l;
-  const bool is_over = rows.is_first_span && chunk == last;
-  const bool has_record = !is_over && row.split >= 0 && (!rows.is_first_span || is_last_item);
+  const bool is_over = is_first_span && chunk == last && row.split < 0;
+  const bool has_record = !is_over && row.split >= 0 && (!is_first_span || is_last_item);
   const int q_heads = p.header.q_heads;
   const float by = weight_of(l);
   if (is_over) {
