@@ -20,6 +20,7 @@ struct alignas(16) Step {
 template <class E>
 PD_KERNEL(kThreads) merge_kernel(Work w) {
   SHARED_ARRAY(Step, steps, kThreads);
+  let_next_begin();
   const Sections p{*(const plan::Header *)w.words, w.words};
   const plan::Header &h = p.header;
   const int lane = thread_index() % kWarp, own = thread_index() / kWarp * kWarp, dim = h.head_dim;
@@ -30,6 +31,7 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
     const int of = i / parts;
     const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[of / h.q_heads]];
     const int head = of % h.q_heads, d = i % parts * kWarp + lane;
+    await_kernels();
     const float *from = w.partials + ((int64_t)row.split * h.q_heads + head) * (dim + 2);
     float x = d < dim ? from[d] : 0.0f, m = from[dim], l = from[dim + 1];
     for (int left = (row.end - 1) / CHUNK - row.merge_chunk; left > 0; left -= kWarp) {
@@ -61,6 +63,7 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
     }
     if (d < dim) ((E *)w.out)[((int64_t)row.row_id * h.q_heads + head) * dim + d] = from_float<E>(x * weight_of(l));
   }
+  await_kernels();  // who has none, too
 }
 
 int put_walk(pd_context &c, const Work &w, const plan::Header &h) {
@@ -71,9 +74,8 @@ int put_walk(pd_context &c, const Work &w, const plan::Header &h) {
 }
 
 int64_t totals_bytes(const pd_context &c, const plan::Header &h) {
-  const int64_t pieces = columns_of(h.dtype, h.head_dim) / (8 * kWarps) + 1;  // and one of m and l
-  return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * kRowTiles * pieces * 4 * kThreads *
-         (int64_t)sizeof(float);
+  const int64_t pieces = columns_of(h.dtype, h.head_dim) / 8 + 1;  // and one of m and l
+  return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * pieces * 4 * kThreads * (int64_t)sizeof(float);
 }
 
 }  // namespace
@@ -109,11 +111,12 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          h.kv_heads,
          h.head_dim,
          std::countr_zero((uint32_t)h.block_size),
+         0,
          0};
   if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
   if (put_walk(c, w, h)) return -1;
   const auto merge = of_dtype(h.dtype, [](auto e) { return merge_kernel<decltype(e)>; });
-  return launch(c, "pd_attention", merge, kThreads, w);
+  return launch_early(c, "pd_attention", merge, kThreads, w);
 }
 
 }  // namespace pagedec

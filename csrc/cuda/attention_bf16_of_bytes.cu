@@ -3,6 +3,8 @@
 
 namespace pagedec::attention {
 int enqueue_bf16_of_bytes(pd_context &c, const Work &w, int head_dim, int kv_kind) {
-  return put_bytes<bf16>(c, w, head_dim, kv_kind);
+  return put_bytes<bf16>(c, w, head_dim, kv_kind, [&](auto kernel, const Grid &grid, const Work &work) {
+    return launch_early(c, "pd_attention", kernel, grid, work);
+  });
 }
 }  // namespace pagedec::attention

@@ -85,6 +85,12 @@ PD_DEVICE uint32_t pair_of<fp16>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// 2^x; below 2^-126 it is 0.
+PD_DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // a b + c of both numbers of pairs, rounded once.
 template <class E>
 PD_DEVICE uint32_t multiply_pairs(uint32_t a, uint32_t b, uint32_t c);
@@ -121,6 +127,7 @@ template <class E>
 uint32_t pair_of(float low, float high) {
   return from_float<E>(low).bits | (uint32_t)from_float<E>(high).bits << 16;
 }
+inline float power_of_two(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 template <class E>
 uint32_t multiply_pairs(uint32_t a, uint32_t b, uint32_t c) {
   const auto number = [](uint32_t pair, int i) { return (double)to_float(E{(uint16_t)(pair >> 16 * i)}); };

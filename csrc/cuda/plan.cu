@@ -1,6 +1,7 @@
 // Plans as a device has them: made by the host, with one worker for each block of attention's grid.
 #include <new>
 
+#include "cuda/attention_work.h"
 #include "cuda/context.h"
 
 using namespace pagedec;
@@ -24,7 +25,9 @@ int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const 
     p->words.clear();
     return fail("pd_attn_plan: another thread works in this context");
   }
-  if (make_plan(context->draft, p->words, s, b, {context->num_multiprocessors * kBlocksAtATime, false})) return -1;
+  const int most_rows = s ? attention::most_rows(s->dtype, s->head_dim) : 0;
+  const Workers workers{context->num_multiprocessors * kBlocksAtATime, false, most_rows};
+  if (make_plan(context->draft, p->words, s, b, workers)) return -1;
   const int64_t bytes = (int64_t)p->words.size() * (int64_t)sizeof(int32_t);
   if (!resident.reserve(bytes) && !upload(*context, resident.get(), p->words.data(), bytes)) return 0;
   p->words.clear();

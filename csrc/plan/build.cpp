@@ -11,7 +11,8 @@ namespace {
 
 using namespace plan;
 
-constexpr int ROWS_MIN = 24;  // packed rows; a piece is not made smaller than this to give every worker some
+// packed rows; a piece is not made smaller than this to give every worker some
+constexpr int ROWS_MIN = 24, DEVICE_ROWS_MIN = 32;
 
 struct Segment {  // one branch's rows in a piece
   int branch, at, num_rows, num_plain;  // rows relative to the piece; those that read the table in order come first
@@ -21,7 +22,7 @@ struct Segment {  // one branch's rows in a piece
 
 class Builder {
  public:
-  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers)
+  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, Workers workers)
       : p_(p), h_(h), s_(s), b_(b), workers_(workers) {}
   int build();
 
@@ -33,7 +34,10 @@ class Builder {
   void place_tree(int branch, int chain);
   void order_branches();
   void cut_pieces();
+  int deep_step(int i) const;
+  int common_chunks(int i, int j) const;
   void add_piece(int i0, int i1, int t0, int t1);
+  void add_forked(int i, int j, int common);
   void add_segment(int branch, int t0, int t1, int shared);
   void add_units(int tile, int i, int j);
   void add_unit(int tile, int branch, int row0, int row1, int begin, int end);
@@ -45,12 +49,13 @@ class Builder {
   Header &h_;
   const pd_attn_shape &s_;
   const pd_attn_batch &b_;
-  const int workers_;
+  const Workers workers_;
   std::vector<int> row_ids_, ends_, paths_;     // by batch row, each branch's in packed order; a row's path, -1: none
   std::vector<int> num_plain_, base_;  // by branch; base: position of the first node, INT_MAX if all rows are plain
   std::vector<int> order_, shared_tiles_;       // branches; whole tiles shared with the branch before
   std::vector<int> packed_paths_;               // as p_.rows
   std::vector<Segment> segments_;
+  int from_ = 0, until_ = INT_MAX;              // positions that the piece in the making is of
   int bad_branch_ = -1, bad_block_ = 0;
 };
 
@@ -183,9 +188,11 @@ void Builder::add_segment(int branch, int t0, int t1, int shared) {
   const int row0 = b_.row_indptr[branch], at = (int)p_.rows.size() - p_.pieces.back().row0;
   Segment g{branch, at, t1 - t0, std::clamp(num_plain_[branch] - t0, 0, t1 - t0), INT_MAX, 0, 0, shared};
   for (int t = t0; t < t1; t++) {
-    const int end = ends_[row0 + t], begin = s_.window ? std::max(0, end - s_.window) : 0;
+    const int end = std::min(ends_[row0 + t], until_);
+    const int begin = std::max(s_.window ? std::max(0, end - s_.window) : 0, from_);
     const int chunks = (end - 1) / CHUNK - begin / CHUNK + 1;
     p_.rows.push_back({row_ids_[row0 + t], begin, end, branch, chunks > 1 ? h_.num_partials : -1, -1, begin / CHUNK});
+    p_.tails.push_back(-1);
     packed_paths_.push_back(paths_[row0 + t]);
     if (chunks > 1) h_.num_partials += chunks;
     g.begin = std::min(g.begin, begin);
@@ -199,6 +206,7 @@ void Builder::add_segment(int branch, int t0, int t1, int shared) {
 void Builder::add_piece(int i0, int i1, int t0, int t1) {
   const int unit0 = (int)p_.units.size();
   p_.pieces.push_back({(int)p_.rows.size(), 0, unit0, 0, (int)p_.items.size(), 0});
+  p_.is_tail.push_back(from_ > 0);
   segments_.clear();
   int begin = INT_MAX, end = 0;
   for (int i = i0; i < i1; i++) {
@@ -226,37 +234,79 @@ void Builder::add_piece(int i0, int i1, int t0, int t1) {
   }
 }
 
+// Of a run of neighbours from i on that share whole chunks: a piece's rows, which end where these do; else 0.
+int Builder::deep_step(int i) const {
+  if (workers_.have_caches || s_.window || i + 1 >= (int)order_.size() || shared_tiles_[i + 1] < CHUNK_TILES) return 0;
+  return std::max(1, workers_.most_rows / ((h_.group + h_.head_parts - 1) / h_.head_parts));
+}
+
+// That branches i .. j-1 have in common, with a position left for each row behind them.
+int Builder::common_chunks(int i, int j) const {
+  int common = INT_MAX;
+  for (int k = i; k < j; k++) {
+    const int row0 = b_.row_indptr[order_[k]], n = num_rows(order_[k]);
+    if (k > i) common = std::min(common, shared_tiles_[k] * TILE);
+    common = std::min(common, *std::min_element(ends_.begin() + row0, ends_.begin() + row0 + n) - 1);
+  }
+  return common / CHUNK;
+}
+
+// A piece up to where branches i .. j-1 part, and then one of each.
+void Builder::add_forked(int i, int j, int common) {
+  const int row0 = (int)p_.rows.size();
+  until_ = common;
+  add_piece(i, j, 0, num_rows(order_[i]));
+  from_ = until_, until_ = INT_MAX;
+  const int num_shared = (int)p_.rows.size() - row0;
+  for (int k = i; k < j; k++) add_piece(k, k + 1, 0, num_rows(order_[k]));
+  for (int r = row0; r < row0 + num_shared; r++) p_.tails[r] = r + num_shared;
+  from_ = 0;
+}
+
 // Pieces: neighbours that share at least the first tile, of nearly equal size; a branch of many rows makes several.
 void Builder::cut_pieces() {
   const int heads = (h_.group + h_.head_parts - 1) / h_.head_parts;
-  const int even = (int)((int64_t)b_.num_rows * s_.q_heads / ((int64_t)SPANS_A_WORKER * workers_));
-  const int step = std::max(1, std::min(ROWS_MAX, std::max(ROWS_MIN, even)) / heads), n = (int)order_.size();
+  const int even = (int)((int64_t)b_.num_rows * s_.q_heads / ((int64_t)SPANS_A_WORKER * workers_.num));
+  const int most = workers_.most_rows, least = workers_.have_caches ? ROWS_MIN : DEVICE_ROWS_MIN;
+  const int step = std::max(1, std::min(most, std::max(least, even)) / heads), n = (int)order_.size();
+  // Of one branch's rows a device makes pieces as large as may be: smaller ones would take no less time.
+  const int own = workers_.have_caches ? step : std::max(1, most / heads);
   auto rows = [&](int k) { return num_rows(order_[k]); };
-  int end = 0, total = 0;  // of the run of neighbours at i: where it stops, and its rows that are in no piece yet
+  // Of the run of neighbours at i: where it stops, its rows that are in no piece yet, and how many a piece may have.
+  int end = 0, total = 0, most_of_run = step;
   for (int i = 0; i < n;) {
     int r = rows(i), j = i + 1;
     if (r > step) {
-      const int pieces = (r + step - 1) / step;
+      const int pieces = (r + own - 1) / own;
       for (int x = 0; x < pieces; x++)
         add_piece(i, i + 1, (int)((int64_t)r * x / pieces), (int)((int64_t)r * (x + 1) / pieces));
       i++;
       continue;
     }
-    if (i >= end)
-      for (end = j, total = r; end < n && shared_tiles_[end] > 0 && rows(end) <= step;) total += rows(end++);
-    const int pieces = (total + step - 1) / step, want = (total + pieces - 1) / pieces;
+    if (i >= end) {
+      const int deep = deep_step(i), least_shared = deep ? CHUNK_TILES : 1;
+      most_of_run = deep ? deep : step;
+      for (end = j, total = r; end < n && shared_tiles_[end] >= least_shared && rows(end) <= step;)
+        if (!deep && deep_step(end)) break;
+        else total += rows(end++);
+    }
+    const int pieces = (total + most_of_run - 1) / most_of_run, want = (total + pieces - 1) / pieces;
     while (j < end && r + rows(j) <= want) r += rows(j++);
-    add_piece(i, j, 0, rows(i));
+    const int common = deep_step(i) && j > i + 1 ? common_chunks(i, j) * CHUNK : 0;
+    if (common) add_forked(i, j, common);
+    else add_piece(i, j, 0, rows(i));
     i = j, total -= r;
   }
 }
 
 int Builder::build() {
   p_.rows.clear(), p_.pieces.clear(), p_.units.clear(), p_.items.clear(), p_.paths.clear();
+  p_.tails.clear(), p_.is_tail.clear();
   row_ids_.resize(b_.num_rows), ends_.resize(b_.num_rows), paths_.assign(b_.num_rows, -1);
   num_plain_.resize(b_.num_branches), base_.resize(b_.num_branches);
   h_.group = s_.q_heads / s_.kv_heads;
-  h_.head_parts = (h_.group + ROWS_MAX - 1) / ROWS_MAX;
+  const int most = std::min(ROWS_MAX, workers_.most_rows);
+  h_.head_parts = (h_.group + most - 1) / most;
   for (int i = 0; i < b_.num_branches; i++) place_rows(i);
   order_branches();
   cut_pieces();
@@ -269,7 +319,7 @@ int Builder::build() {
 }  // namespace
 
 int build_plan(PlanDraft &p, plan::Header &h, const pd_attn_shape &s, const pd_attn_batch &b, Workers workers) {
-  if (Builder(p, h, s, b, workers.num).build()) return -1;
+  if (Builder(p, h, s, b, workers).build()) return -1;
   cut_spans(p, h, workers);
   return 0;
 }

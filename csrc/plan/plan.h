@@ -23,6 +23,10 @@
 // in that order. A worker folds inside its span and uses another, smaller workspace (`split`) for the rows in splits
 // alone. Nothing of this changes a bit.
 //
+// On a device, branches that share whole chunks of a prompt are a piece up to there, and each is one of its own from
+// there on: all pieces have long runs of units for all of their rows then, or few units. A row is two in the plan that
+// see one after the other, and is in splits: its `split` and `merge_chunk` are the same in both.
+//
 // The words are all that there is to a plan: who carries it out brings the workspaces, and any number of workers may,
 // whatever number it was made for.
 #pragma once
@@ -40,6 +44,8 @@ struct PlanDraft {
   std::vector<plan::Item> items;
   std::vector<plan::Span> spans;
   std::vector<int32_t> worker_indptr, splits, paths;
+  std::vector<int32_t> tails;    // by row: the row that sees on from where this one ends; -1: none does
+  std::vector<char> is_tail;     // by piece: its rows are such
 };
 
 }  // namespace pagedec
@@ -57,10 +63,11 @@ struct pd_plan {
 namespace pagedec {
 
 // Who carries a plan out: so many. A CPU's threads find what they wrote in caches of their own; a device's blocks have
-// one for all of them.
+// one for all of them, and take about as long for a unit of few rows as for one of many.
 struct Workers {
   int num;
   bool have_caches;
+  int most_rows = ROWS_MAX;  // packed rows of a piece
 };
 
 int check_shape(const pd_attn_shape &);

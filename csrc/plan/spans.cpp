@@ -26,7 +26,9 @@ constexpr float FAR_COST = 4;
 
 class Spans {
  public:
-  Spans(PlanDraft &p, Header &h, Workers w) : p_(p), h_(h), workers_(w.num), have_caches_(w.have_caches) {}
+  Spans(PlanDraft &p, Header &h, Workers w)
+      : p_(p), h_(h), workers_(w.num), have_caches_(w.have_caches),
+        unit_floor_(w.have_caches ? UNIT_FLOOR : w.most_rows) {}
   void cut();
 
  private:
@@ -34,7 +36,7 @@ class Spans {
     const int heads = (h_.group + h_.head_parts - 1) / h_.head_parts;
     float sum = 0;
     for (int u = item.unit0; u < item.unit0 + item.num_units; u++)
-      sum += (float)std::max(UNIT_FLOOR, (p_.units[u].row1 - p_.units[u].row0) * heads);
+      sum += (float)std::max(unit_floor_, (p_.units[u].row1 - p_.units[u].row0) * heads);
     return sum;
   }
   float sum(int item0, int n) const {
@@ -48,13 +50,16 @@ class Spans {
   std::vector<int> neighbours() const;
   float longest_share(const std::vector<int> &owners) const;
   std::vector<int> owners() const;
+  bool shares_whole_pieces(int heads);
   void deal();
 
   PlanDraft &p_;
   Header &h_;
   const int workers_;
   const bool have_caches_;
+  const int unit_floor_;
   std::vector<float> costs_, span_costs_;  // by item; by span
+  std::vector<int> whole_owners_;          // of spans that are pieces; none: these are cut
 };
 
 // Rows that see chunks after the first span's last one: their results are put together once all spans are done. Of
@@ -62,8 +67,8 @@ class Spans {
 template <class Take>
 void Spans::each_split_row(const Piece &piece, int last_chunk, const Take &take) const {
   for (int i = piece.row0; i < piece.row0 + piece.num_rows; i++) {
-    const Row &r = p_.rows[i];
-    const int first = std::max(r.begin / CHUNK, last_chunk), last = (r.end - 1) / CHUNK;
+    const Row &r = p_.rows[i], &end = p_.tails[i] < 0 ? r : p_.rows[p_.tails[i]];
+    const int first = std::max(r.begin / CHUNK, last_chunk), last = (end.end - 1) / CHUNK;
     if (last > last_chunk) take(i, first, last - first + 1);
   }
 }
@@ -74,9 +79,11 @@ bool Spans::has_room(const Piece &piece, int last_chunk) const {
 }
 void Spans::split_rows(const Piece &piece, int last_chunk) {
   each_split_row(piece, last_chunk, [&](int i, int first, int n) {
-    p_.rows[i].split = h_.num_split_partials, p_.rows[i].merge_chunk = first;
+    const int tail = p_.tails[i];
+    for (int row : {i, tail < 0 ? i : tail})
+      p_.rows[row].split = h_.num_split_partials, p_.rows[row].merge_chunk = first;
     h_.num_split_partials += n;
-    p_.splits.push_back(i);
+    p_.splits.push_back(tail < 0 ? i : tail);
   });
 }
 
@@ -132,9 +139,21 @@ std::vector<int> Spans::owners() const {
   return longest <= longest_share(even) + far ? near : even;
 }
 
+// Whether a device's workers have nearly the same when no piece is cut: then there is nothing to merge.
+bool Spans::shares_whole_pieces(int heads) {
+  constexpr float NEARLY = 1.05f;
+  if ((int64_t)p_.pieces.size() * heads < workers_) return false;
+  for (const Piece &piece : p_.pieces) span_costs_.insert(span_costs_.end(), heads, sum(piece.item0, piece.num_items));
+  whole_owners_ = longest_first();
+  const float even = std::accumulate(span_costs_.begin(), span_costs_.end(), 0.f) / (float)workers_;
+  if (longest_share(whole_owners_) > NEARLY * even) whole_owners_.clear();
+  span_costs_.clear();
+  return !whole_owners_.empty();
+}
+
 void Spans::deal() {
   const int n = (int)p_.spans.size();
-  const std::vector<int> owners = this->owners();
+  const std::vector<int> owners = whole_owners_.empty() ? this->owners() : whole_owners_;
   p_.worker_indptr.assign(workers_ + 1, 0);
   for (int worker : owners) p_.worker_indptr[worker + 1]++;
   std::partial_sum(p_.worker_indptr.begin(), p_.worker_indptr.end(), p_.worker_indptr.begin());
@@ -154,12 +173,15 @@ void Spans::cut() {
   }
   const float target =
       (total + (float)(PIECE_COST * p_.pieces.size())) * (float)heads / (float)(SPANS_A_WORKER * workers_);
+  const bool is_whole = !have_caches_ && shares_whole_pieces(heads);
   for (int i = 0; i < (int)p_.pieces.size(); i++) {
     const Piece &piece = p_.pieces[i];
     const int n = piece.num_items, want = (int)std::ceil(sum(piece.item0, n) / target);
-    int spans = workers_ == 1 ? 1 : std::clamp(want, 1, n);
-    const int last_chunk = p_.items[piece.item0 + n / spans - 1].chunk;  // of the first
-    if (spans > 1 && !has_room(piece, last_chunk)) spans = 1;
+    int spans = workers_ == 1 || is_whole ? 1 : std::clamp(want, 1, n);
+    int last_chunk = p_.items[piece.item0 + n / spans - 1].chunk;  // of the first
+    const bool has_tails = p_.tails[piece.row0] >= 0;
+    if (spans > 1 && !p_.is_tail[i] && !has_room(piece, last_chunk))
+      spans = 1, last_chunk = p_.items[piece.item0 + n - 1].chunk;
     for (int x = 0; x < spans; x++) {
       const int from = piece.item0 + n * x / spans, to = piece.item0 + n * (x + 1) / spans;
       for (int v = 0; v < heads; v++) {
@@ -167,7 +189,7 @@ void Spans::cut() {
         span_costs_.push_back(sum(from, to - from));
       }
     }
-    if (spans > 1) split_rows(piece, last_chunk);
+    if ((spans > 1 || has_tails) && !p_.is_tail[i]) split_rows(piece, last_chunk);
   }
   deal();
 }

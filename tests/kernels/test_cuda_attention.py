@@ -190,6 +190,27 @@ def test_many_chunks_are_folded_as_few_are() -> None:
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+@pytest.mark.parametrize("threads", [1, 3, 40])
+@pytest.mark.parametrize("num_branches", [2, 9])
+def test_branches_part_behind_whole_chunks_of_a_prompt(num_branches: int, threads: int) -> None:
+    """Two pieces have a row then, and it has the bits that it has alone; trees part there, too."""
+    context = cuda_library.open_library(EMULATED_DEVICE).context()
+    cache = Cache(AttentionShape(4, 1, 32, 16, 0.2), 200, Numbers(torch.bfloat16), seed=8)
+    prompt = cache.branch(1100, 1)
+    forks = [cache.fork(prompt, 66 + i % 2, 1060 + 30 * i, 1 + i % 3) for i in range(num_branches - 1)]
+    tree = random_tree(np.random.default_rng(3), 1, 4)
+    forks[0] = Branch(forks[0].table, forks[0].kv_len, 5, tree)
+    branches = [prompt, *forks]
+    q = cache.query(sum(branch.num_rows for branch in branches))
+    got, row = run(context, cache, branches, q, threads=threads), 0
+    assert got.isfinite().all()
+    for branch in branches:
+        rows = slice(row, row + branch.num_rows)
+        assert same_bits(got[rows], run(context, cache, [branch], q[rows].clone()))
+        row += branch.num_rows
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 def test_a_plan_is_of_the_device_that_it_was_made_for() -> None:
     library = cuda_library.open_library(EMULATED_DEVICE)
     first, second = (library.context(0, device) for device in range(2))
