@@ -78,6 +78,10 @@ bool begin(pd_context &c, int32_t device) {
     error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device);
   c.max_shared_bytes = shared_bytes, c.cache_bytes = cache_bytes;
+  int major = 0, minor = 0;
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  c.capability = 10 * major + minor;
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (launched("pd_context_new", error)) return false;
   c.stream = stream;

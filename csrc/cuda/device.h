@@ -18,6 +18,7 @@
 #define PD_KERNEL(threads) __global__ void __launch_bounds__(threads)
 // Of which a multiprocessor is to have registers for so many blocks.
 #define PD_KERNEL_BLOCKS(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define PD_GRID_CONSTANT(type) const __grid_constant__ type  // of a kernel's arguments: one whose address is taken
 #define SHARED_ARRAY(type, name, size)  \
   __shared__ type name##_memory[size]; \
   const pagedec::SharedArray<type> name { name##_memory }
@@ -35,6 +36,7 @@
 #define PD_ROLLED
 #define PD_KERNEL(threads) void
 #define PD_KERNEL_BLOCKS(threads, blocks) void
+#define PD_GRID_CONSTANT(type) const type
 #define SHARED_ARRAY(type, name, size) \
   static const char name##_tag = 0;    \
   const pagedec::emulate::SharedArray<type> name(&name##_tag, size)

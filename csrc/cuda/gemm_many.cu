@@ -182,6 +182,7 @@ PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a, int bytes) {
 }  // namespace
 
 int enqueue_many(pd_context &c, const pd_gemm_args &a) {
+  if (is_for_hopper(c, a)) return enqueue_hopper(c, a);
   constexpr int kBlocks = 1;  // what the registers have room for
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_many_kernel<bf16, true> : gemm_many_kernel<bf16, false>;

@@ -15,6 +15,7 @@ struct Target {
   int32_t device = 0, num_multiprocessors = 1;
   int64_t max_shared_bytes = 0;  // of a block
   int64_t cache_bytes = 0;       // of the second cache
+  int32_t capability = 0;        // 10 times the major one and the minor one
   void *stream = nullptr;
 };
 const Target &target(const pd_context &);
@@ -78,13 +79,17 @@ constexpr int kBlocksAMultiprocessor = 8;
 // Of attention, whose blocks hold much of the shared memory: a plan has as many workers.
 constexpr int kBlocksAtATime = 2;
 
-// The threads of a block, the blocks that a multiprocessor is to have at a time, and the bytes of shared memory that
-// each has besides what the kernel declares.
+// The threads of a block, the blocks that a multiprocessor is to have at a time, the bytes of shared memory that each has
+// besides what the kernel declares, and how many blocks run together (compute capability 9.0).
 struct Grid {
-  Grid(int threads, int blocks = kBlocksAMultiprocessor, int64_t shared_bytes = 0)
-      : threads(threads), blocks(blocks), shared_bytes(shared_bytes) {}
-  int threads, blocks;
+  Grid(int threads, int blocks = kBlocksAMultiprocessor, int64_t shared_bytes = 0, int cluster = 1)
+      : threads(threads), blocks(blocks), cluster(cluster), shared_bytes(shared_bytes) {}
+  int threads, blocks, cluster;
   int64_t shared_bytes;
+  int num_blocks(int num_multiprocessors) const {
+    const int number = num_multiprocessors * blocks;
+    return number < cluster ? cluster : number / cluster * cluster;
+  }
 };
 
 // Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
@@ -116,14 +121,23 @@ int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...),
       launched(name, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)grid.shared_bytes)))
     return -1;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  int number = 0;
+  if (is_early) {
+    attributes[number].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[number++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[number].id = cudaLaunchAttributeClusterDimension;
+    attributes[number].val.clusterDim.x = grid.cluster;
+    attributes[number].val.clusterDim.y = attributes[number].val.clusterDim.z = 1;
+    number++;
+  }
   const Target &on = target(c);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(on.num_multiprocessors * grid.blocks), config.blockDim = dim3(grid.threads);
+  config.gridDim = dim3(grid.num_blocks(on.num_multiprocessors)), config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes, config.stream = (cudaStream_t)on.stream;
-  config.attrs = &early, config.numAttrs = is_early ? 1 : 0;
+  config.attrs = attributes, config.numAttrs = number;
   return launched(name, cudaLaunchKernelEx(&config, kernel, (P)arguments...));
 }
 // One kernel, put into the context's stream.
@@ -139,9 +153,12 @@ int launch_early(pd_context &c, const char *name, void (*kernel)(P...), Grid gri
   if (launched(name, cudaFuncGetAttributes(&compiled, (const void *)kernel))) return -1;
   return launch(c, name, compiled.ptxVersion >= 90, kernel, grid, arguments...);
 }
-inline int num_blocks(const pd_context &c, const Grid &grid) { return target(c).num_multiprocessors * grid.blocks; }
+inline int num_blocks(const pd_context &c, const Grid &grid) { return grid.num_blocks(target(c).num_multiprocessors); }
 #else
-inline int num_blocks(const pd_context &c, const Grid &) { return target(c).num_multiprocessors; }
+inline int num_blocks(const pd_context &c, Grid grid) {
+  grid.blocks = 1;
+  return grid.num_blocks(target(c).num_multiprocessors);
+}
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...), Grid grid, A... arguments) {
   const Target &on = target(c);
@@ -152,7 +169,7 @@ int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...),
         emulate::run(blocks, grid.threads, grid.shared_bytes, [&] {
           kernel(arguments...);
           if (is_early) emulate::check_awaited();
-        });
+        }, grid.cluster);
     return problem.empty() ? problem : std::string(name) + ": " + problem;
   });
   return launched(name, cudaGetLastError());

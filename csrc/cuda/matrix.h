@@ -52,6 +52,11 @@ PD_DEVICE void load_transposed(uint32_t (&r)[4], const void *row) {
                : "r"(shared_address(row))
                : "memory");
 }
+// 16 bytes of shared memory at once.
+template <class T>
+PD_DEVICE T load_whole(const SharedArray<T> &array, int64_t i) {
+  return load_whole<T>(array.at(i));
+}
 // 16 or 4 bytes into shared memory, or zeros; they are there when the thread has waited for the group they are in, and
 // for the others when they have met it since. kAgain: they are wanted again, so the first cache keeps them.
 template <int kBytes = 16, bool kAgain = false>
@@ -114,6 +119,10 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 inline void load_matrices(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, false); }
 inline void load_transposed(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, true); }
+template <class T>
+T load_whole(const SharedArray<T> &array, int64_t i) {
+  return array[i];
+}
 template <int kBytes = 16, bool kAgain = false>
 void begin_copy(void *to, const void *from, bool is_read) {
   emulate::begin_copy((char *)to, (const char *)from, kBytes, is_read);

@@ -1,6 +1,8 @@
 """Kernels for the tests of the emulated CUDA device: right ones, and such as do what no kernel may."""
 
-SOURCE = """
+from tests.kernels import emulated_warpgroups
+
+_OF_WARPS = """
 #include "cuda/matrix.h"
 using namespace pagedec;
 static int lane() { return thread_index() % kWarp; }
@@ -252,15 +254,20 @@ void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.
   X(no_integer) X(outside_of_registers) X(both_too_much)                                                     \\
   X(some_leave) X(counted_too_soon) X(looked_at_too_soon) X(changed_while_read)                              \\
   X(read_too_soon) X(written_too_soon) X(written_twice) X(lanes_race) X(warps_race) X(outside) X(half_wait)  \\
-  X(lanes_left) X(too_much) X(shuffled_between) X(multiplied_between)
+  X(lanes_left) X(too_much) X(shuffled_between) X(multiplied_between)"""
+_RUN = """
 extern "C" const char *run(const char *name, int blocks, int threads, uint64_t seed, float *out) {
   static std::string problem;
   problem = "no such kernel";
   for (int i = 0; i < 256; i++) given[i] = (float)i;
+  give_operands();
   emulate::set_seed(seed);
 #define X(kernel) \\
   if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, [&] { kernel(out); });
   KERNELS(X)
+  GROUP_KERNELS(X)
   return problem.c_str();
 }
 """
+
+SOURCE = _OF_WARPS + emulated_warpgroups.SOURCE + _RUN

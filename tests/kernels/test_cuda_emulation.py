@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     flags = ["-std=gnu++20", "-O1", "-shared", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'include'}"]
     compiled = [compiler(), *flags, f"-fsanitize={checks}", "-c", str(place / "kernels.cpp")]
     subprocess.run([*compiled, "-o", str(place / "kernels.o")], check=True)
-    device = [compiled_or_source(f"cuda/emulate/{name}.cpp") for name in ("machine", "undefined")]
+    device = [compiled_or_source(f"cuda/emulate/{name}.cpp") for name in ("machine", "undefined", "warpgroup")]
     subprocess.run([compiler(), *flags, str(place / "kernels.o"), *device, "-o", str(place / "kernels.so")], check=True)
     function = ctypes.CDLL(str(place / "kernels.so")).run
     function.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
@@ -55,6 +55,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 THREADS = np.arange(128)
 WARPS = THREADS // 32 * 32
 GIVEN = np.where(np.arange(256) % 128 // 4 == 5, 0, np.arange(256))
+# Of twice a[i][k] b[n][k] = (i % 8 + k) (n - k), 64 x 64 of them, what emulated_warpgroups.tell() says: thread 4 g + t
+# of warp w has rows 16 w + g and that plus 8, the first of columns 2 t and the last of 57 + 2 t.
+AT = THREADS // 32 * 16 + THREADS % 32 // 4
+LEFT_OF_GROUP = np.add.outer(np.arange(64) % 8, np.arange(16))
+GROUPED = 2.0 * LEFT_OF_GROUP @ np.subtract.outer(np.arange(64), np.arange(16)).T
+GROUPED = GROUPED[AT, 2 * (THREADS % 4)] + 4096 * GROUPED[AT + 8, 57 + 2 * (THREADS % 4)]
 LEFT, ACROSS = np.indices((16, 16)).sum(0), -np.subtract.outer(np.arange(16), np.arange(8))
 RIGHT = {
     "shuffled": 10.0 * (WARPS + (THREADS + 1) % 32),
@@ -73,6 +79,9 @@ RIGHT = {
     "counted": np.full(128, THREADS.sum() + 1),
     "loaded_whole": 4 * (THREADS % 32) + THREADS % 4,
     "some_leave": np.where(THREADS < 64, 2.0, 1.0),
+    **dict.fromkeys(["grouped", "copied_by_threads", "copied_again"], GROUPED),
+    **dict.fromkeys(["sums_too_soon", "sums_of_one_group_too_soon"], np.full(128, np.nan)),
+    "reversed_in_group": THREADS[::-1],
 }
 
 
@@ -121,13 +130,29 @@ WRONG = {
     "met_elsewhere": "lanes of a warp meet in different instructions",
     "launched_with_less": "bytes 4000 to 4100 of 4096 that were launched with",
     "too_much": "4194304 bytes of shared memory, of 49152",
+    "groups_race": "of shared memory is (used|written) while thread",
+    "half_a_group": "threads wait for ever: 0 for their block, 64 for their group, 0 for their warp",
+    "not_waited_for": "is multiplied(, and nothing was copied| while it is copied to|, and nobody waited for its copy)",
+    "nothing_there": "is multiplied, and nothing was copied",
+    "not_fenced": "is multiplied with no fence_async",
+    "not_told": "is multiplied(, and nothing was copied| while it is copied to|, and nobody waited for its copy)",
+    "multiplied_and_copied_to": "copied to( while products read it|, and warp [0-3] has not said that it has read it)",
+    "not_said_to_be_free": "copied to( while products read it|, and warp [1-3] has not said that it has read it)",
+    "different_operands": "threads of group 0 have multiplied different things",
+    "products_left": "it ends with 1 products under way",
+    "not_begun": "sums are multiplied to that were not fenced",
+    "operand_outside": "byte [0-9]+, outside shared memory",
+    "tensor_left": "it ends with [12] copies under way",
+    "tensor_askew": "a copy of a tensor that is not aligned",
+    "never_there": "threads wait for ever: 0 for their block, 0 for their warp, 128 for a barrier",
+    "one_too_many": "more arrive at a barrier than it counts",
 }
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("kernel", WRONG)
 def test_what_is_wrong_is_told(run: Run, kernel: str, seed: int) -> None:
-    problem, _ = run(kernel, seed=seed, blocks=2)
+    problem, _ = run(kernel, seed=seed, blocks=2, threads=256 if kernel == "groups_race" else 128)
     assert re.search(r"block [01]: ", problem) and re.search(WRONG[kernel], problem), problem
     assert run("reversed")[0] == "", "the next kernel runs"
 

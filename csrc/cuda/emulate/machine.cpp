@@ -6,7 +6,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <utility>
 #include <vector>
+
+#include "cuda/emulate/warpgroup.h"
 
 #if !defined(__x86_64__)
 #error "the emulator switches between fibers with the registers of x86-64"
@@ -41,16 +44,10 @@ namespace pagedec::emulate {
 namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;
-constexpr size_t MEET_AND_ORDER = 0, RELEASE = 65;  // in place of the size of what lanes give
+constexpr size_t MEET_AND_ORDER = 0, RELEASE = 65, FIRST_MEETING = 66;  // in place of the size of what lanes give
 constexpr int64_t GRANULE = 2;  // bytes: the smallest value that kernels keep in shared memory
 
-enum class Waits { nothing, block, warp, over };
-
-struct Copy {
-  char *to;
-  const char *from;  // NULL: zeros
-  int bytes, group;
-};
+enum class Waits { nothing, block, group, warp, cluster, barrier, over };
 
 struct Fiber {
   void *stack_pointer = nullptr;
@@ -69,7 +66,16 @@ struct Warp {
 
 struct Access {  // the last of its kind to a granule: by whom, and how many meetings that order memory he had had
   int32_t thread = -1;
-  uint32_t block_round = 0, order_round = 0;
+  uint32_t cluster_round = 0, block_round = 0, group_round = 0, order_round = 0;
+};
+struct Block {
+  int num_live = 0, num_arrived = 0;
+  uint32_t round = 0;
+  int64_t bytes = 0;  // of shared memory
+};
+struct Group {
+  int num_arrived = 0;
+  uint32_t round = 0;
 };
 struct Changes {  // atomic ones, which do one another no harm
   Access last;
@@ -79,19 +85,21 @@ struct Changes {  // atomic ones, which do one another no harm
 struct Shadow {
   Changes changes;
   Access write, read;
-  bool many_warps = false;  // have read it since the block met
-  bool many_lanes = false;  // of the warp of `read` have, since they met
+  bool many_groups = false, many_warps = false;  // have read it since the block met, or their group
+  bool many_lanes = false;                       // of the warp of `read` have, since they met
   bool is_coming = false;   // a copy has begun and is not over
 };
 
 struct Region {
   const void *tag;
+  int rank;
   int64_t begin, bytes;
 };
 
 struct Machine {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
+  std::vector<Group> groups;
   std::unique_ptr<char[]> stacks;
   size_t num_stacks = 0;
   std::vector<char> memory;
@@ -99,16 +107,22 @@ struct Machine {
   std::vector<Region> regions;
   const std::function<void()> *body = nullptr;
   void *home = nullptr;
-  int num_live = 0, num_arrived = 0;
-  uint32_t block_round = 0;
+  int num_live = 0, num_arrived = 0;  // of all blocks that run together
+  uint32_t cluster_round = 0;
+  std::vector<Block> blocks;
+  int now = 0;  // the thread that runs
   int64_t launch_bytes = 0;  // of shared memory, that a launch gives
   Place place{};
   std::string problem;
   uint64_t seed = 1;
   std::mt19937_64 draw;
 
-  Fiber &fiber() { return fibers[place.thread]; }
-  Warp &warp() { return warps[place.thread / WARP]; }
+  Fiber &fiber() { return fibers[now]; }
+  Warp &warp() { return warps[now / WARP]; }
+  Group &group() { return groups[now / GROUP]; }
+  int rank(int thread) const { return thread / place.num_threads; }
+  Block &block() { return blocks[place.rank]; }
+  Access access() { return {now, cluster_round, block().round, group().round, warp().order_round}; }
 };
 
 Machine m;        // not of each thread: to find it would cost more than most of what is done with it
@@ -122,26 +136,37 @@ void wait(Waits what) {
   to_home();
 }
 
-void end_block_meeting() {
-  m.num_arrived = 0;
-  m.block_round++;
-  for (Fiber &fiber : m.fibers)
-    if (fiber.waits == Waits::block) fiber.waits = Waits::nothing;
+void wake(int first, int stop, Waits what) {
+  for (int i = first; i < stop; i++)
+    if (m.fibers[i].waits == what) m.fibers[i].waits = Waits::nothing;
+}
+void end_block_meeting(int rank) {
+  const int threads = m.place.num_threads;
+  m.blocks[rank].num_arrived = 0, m.blocks[rank].round++;
+  under_way::meet(rank * threads / WARP, (threads + WARP - 1) / WARP);
+  wake(rank * threads, (rank + 1) * threads, Waits::block);
+}
+void end_cluster_meeting() {
+  m.num_arrived = 0, m.cluster_round++;
+  under_way::meet(0, (int)m.warps.size());
+  wake(0, (int)m.fibers.size(), Waits::cluster);
 }
 
 void end_warp_meeting(int warp) {
   m.warps[warp].num_arrived = 0;
   if (m.warps[warp].size == MEET_AND_ORDER) m.warps[warp].order_round++;
-  for (int i = warp * WARP; i < std::min((int)m.fibers.size(), (warp + 1) * WARP); i++)
-    if (m.fibers[i].waits == Waits::warp) m.fibers[i].waits = Waits::nothing;
+  wake(warp * WARP, std::min((int)m.fibers.size(), (warp + 1) * WARP), Waits::warp);
 }
 
 void begin_fiber() {
   (*m.body)();
   if (!m.fiber().copies.empty()) fault("it ends with %d copies under way", (int)m.fiber().copies.size());
+  under_way::end_thread();
   m.fiber().waits = Waits::over;
   m.warp().num_live--;
-  if (--m.num_live && m.num_arrived == m.num_live) end_block_meeting();  // a barrier is for those that are left
+  Block &block = m.block();  // a barrier is for those that are left
+  if (--block.num_live && block.num_arrived == block.num_live) end_block_meeting(m.place.rank);
+  if (--m.num_live && m.num_arrived == m.num_live) end_cluster_meeting();
   for (;;) to_home();
 }
 
@@ -153,11 +178,14 @@ void *prepared(char *stack) {  // what the switch finds: six registers and where
   return top;
 }
 
-void begin_block(int block, int num_threads) {
-  m.place.block = block;
-  m.num_live = num_threads, m.num_arrived = 0, m.block_round = 0;
+void begin_blocks() {
+  const int of_block = m.place.num_threads, num_threads = of_block * m.place.cluster;
+  m.num_live = num_threads, m.num_arrived = 0, m.cluster_round = 0;
   m.fibers.assign(num_threads, {});
   m.warps.resize((num_threads + WARP - 1) / WARP);
+  m.groups.assign((num_threads + GROUP - 1) / GROUP, {});
+  for (Block &block : m.blocks) block.num_live = of_block, block.num_arrived = 0, block.round = 0;
+  under_way::begin_block(num_threads);
   for (size_t w = 0; w < m.warps.size(); w++) {
     m.warps[w].num_arrived = 0, m.warps[w].order_round = 0;
     m.warps[w].num_live = std::min(WARP, num_threads - (int)w * WARP);
@@ -172,19 +200,29 @@ void begin_block(int block, int num_threads) {
 }
 
 std::string waiting() {
-  int at_block = 0, at_warp = 0;
-  for (const Fiber &fiber : m.fibers) at_block += fiber.waits == Waits::block, at_warp += fiber.waits == Waits::warp;
-  return "threads wait for ever: " + std::to_string(at_block) + " for their block, " + std::to_string(at_warp) +
-         " for their warp";
+  std::string text;
+  const auto tell = [&](Waits what, const char *name) {
+    const auto count = std::count_if(m.fibers.begin(), m.fibers.end(), [&](const Fiber &f) { return f.waits == what; });
+    if (count || what == Waits::block || what == Waits::warp)
+      text += (text.empty() ? "" : ", ") + std::to_string(count) + " for " + name;
+  };
+  tell(Waits::block, "their block"), tell(Waits::group, "their group"), tell(Waits::warp, "their warp");
+  tell(Waits::cluster, "their cluster"), tell(Waits::barrier, "a barrier");
+  return "threads wait for ever: " + text;
 }
 
-void run_block(int block, int num_threads) {
-  begin_block(block, num_threads);
+void run_blocks(int first) {
+  begin_blocks();
+  const int num_threads = (int)m.fibers.size();
   std::vector<int> ready;
   while (m.num_live && m.problem.empty()) {
     ready.clear();
     for (int i = 0; i < num_threads; i++)
       if (m.fibers[i].waits == Waits::nothing) ready.push_back(i);
+    if (under_way::has_copies()) {
+      under_way::bring_one(ready.empty(), m.seed ? m.draw() : 0);
+      if (ready.empty()) continue;
+    }
     if (ready.empty()) {
       m.problem = waiting();
       return;
@@ -192,38 +230,47 @@ void run_block(int block, int num_threads) {
     if (m.seed) std::shuffle(ready.begin(), ready.end(), m.draw);
     for (int i : ready) {
       if (!m.problem.empty()) return;
-      m.place.thread = i;
+      m.now = i, m.place.rank = m.rank(i);
+      m.place.thread = i % m.place.num_threads, m.place.block = first + m.place.rank;
       pd_emulate_switch(&m.home, m.fibers[i].stack_pointer);
     }
   }
+  if (m.problem.empty()) m.problem = under_way::end_block();
 }
 
+bool is_of_before(const Access &a) {  // before this thread's block, or all, met
+  if (a.cluster_round < m.cluster_round) return true;
+  return m.rank(a.thread) == m.place.rank && a.block_round < m.block().round;
+}
 bool is_ordered(const Access &before, int thread) {  // what that access did is known to this thread, or is its own
-  if (before.thread < 0 || before.thread == thread || before.block_round < m.block_round) return true;
+  if (before.thread < 0 || before.thread == thread || is_of_before(before)) return true;
+  const int group = before.thread / GROUP;
+  if (group == thread / GROUP && before.group_round < m.groups[group].round) return true;
   return before.thread / WARP == thread / WARP && before.order_round < m.warps[thread / WARP].order_round;
 }
 
 bool are_ordered(const Changes &all) {  // each of them before what this thread does next
   const Access &last = all.last;
-  if (last.thread < 0 || last.block_round < m.block_round) return true;
-  const bool unmet = last.thread / WARP == m.place.thread / WARP && last.order_round == m.warp().order_round;
-  return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.place.thread);
+  if (last.thread < 0 || is_of_before(last)) return true;
+  const bool unmet = last.thread / WARP == m.now / WARP && last.order_round == m.warp().order_round;
+  return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.now);
 }
 
 void note(Changes &all) {  // one more, by this thread
-  const int thread = m.place.thread;
+  const int thread = m.now;
   const Access &last = all.last;
-  const bool was = last.thread >= 0 && last.block_round == m.block_round;
+  const bool was = last.thread >= 0 && !is_of_before(last);
   const bool same_warp = was && last.thread / WARP == thread / WARP;
   const bool unmet = same_warp && last.order_round == m.warp().order_round;  // they have not met since
   all.many_warps = was && (all.many_warps || !same_warp);
   all.many_lanes = unmet && (all.many_lanes || last.thread != thread);
-  all.last = {thread, m.block_round, m.warp().order_round};
+  all.last = m.access();
 }
 
 }  // namespace
 
 const Place &place() { return m.place; }
+int number() { return m.now; }
 void set_seed(uint64_t seed) { m.seed = seed; }
 bool is_running() { return is_running_now; }
 void await_kernels() { m.fiber().has_awaited = true; }
@@ -231,25 +278,31 @@ void check_awaited() {
   if (!m.fiber().has_awaited) fault("a kernel that may begin early has not awaited those before it");
 }
 
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body) {
-  if (num_threads < 1 || num_threads > MAX_THREADS) return "a block of " + std::to_string(num_threads) + " threads";
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body, int cluster) {
+  if (num_threads < 1 || num_threads * cluster > MAX_THREADS)
+    return "a block of " + std::to_string(num_threads) + " threads";
   if (num_blocks < 1) return "a grid of " + std::to_string(num_blocks) + " blocks";
+  if (num_blocks % cluster || (cluster > 1 && num_threads % GROUP))
+    return "a grid of " + std::to_string(num_blocks) + " blocks, " + std::to_string(cluster) + " together";
   const std::lock_guard<std::mutex> mine(turn);
   m.body = &body;
   m.problem.clear();
   m.memory.clear(), m.shadows.clear(), m.regions.clear();
+  m.blocks.assign(cluster, {});
+  if (m.memory.capacity() < (size_t)(cluster * MAX_SHARED_BYTES))
+    m.memory.reserve(cluster * MAX_SHARED_BYTES);  // addresses must last
   m.launch_bytes = shared_bytes;
   if (shared_bytes > MAX_SHARED_BYTES) return std::to_string(shared_bytes) + " bytes of shared memory";
-  m.place = {0, 0, num_threads, num_blocks};
+  m.place = {0, 0, num_threads, num_blocks, 0, cluster};
   m.draw.seed(m.seed);
-  std::vector<int> order(num_blocks);
-  for (int i = 0; i < num_blocks; i++) order[i] = i;
+  std::vector<int> order(num_blocks / cluster);
+  for (size_t i = 0; i < order.size(); i++) order[i] = (int)i * cluster;
   if (m.seed) std::shuffle(order.begin(), order.end(), m.draw);
-  for (int block : order) {
+  for (int first : order) {
     is_running_now = true;
-    run_block(block, num_threads);
+    run_blocks(first);
     is_running_now = false;
-    if (!m.problem.empty()) return "block " + std::to_string(block) + ": " + m.problem;
+    if (!m.problem.empty()) return "block " + std::to_string(m.place.block) + ": " + m.problem;
   }
   return "";
 }
@@ -265,10 +318,16 @@ void fault(const char *format, ...) {
 }
 
 void sync_block() {
-  if (++m.num_arrived == m.num_live)
-    end_block_meeting();
+  if (++m.block().num_arrived == m.block().num_live)
+    end_block_meeting(m.place.rank);
   else
     wait(Waits::block);
+}
+void sync_cluster() {
+  if (++m.num_arrived == m.num_live)
+    end_cluster_meeting();
+  else
+    wait(Waits::cluster);
 }
 
 // A device waits for lanes in an instruction, not for whatever they come to: what they give tells some of these apart.
@@ -278,16 +337,28 @@ static void meet(size_t size) {
   if (w.num_arrived > 0 && size != w.size) fault("lanes of a warp meet in different instructions");
   w.size = size;
   if (++w.num_arrived == WARP)
-    end_warp_meeting(m.place.thread / WARP);
+    end_warp_meeting(m.now / WARP);
   else
     wait(Waits::warp);
 }
 void sync_warp() { meet(MEET_AND_ORDER); }
+void meet_in(Meeting what) { meet(FIRST_MEETING + (size_t)what); }
+
+void sync_group() {
+  const int first = m.now / GROUP * GROUP;
+  if (first + GROUP > (int)m.fibers.size()) fault("a group of %d threads", (int)m.fibers.size() - first);
+  if (++m.group().num_arrived < GROUP) return wait(Waits::group);
+  m.group().num_arrived = 0, m.group().round++;
+  under_way::meet(first / WARP, GROUP / WARP);
+  wake(first, first + GROUP, Waits::group);
+}
+void wait_at_barrier() { wait(Waits::barrier); }
+void wake_those_at_barriers() { wake(0, (int)m.fibers.size(), Waits::barrier); }
 void release() { meet(RELEASE); }
 
 const void *exchange(const void *mine, size_t size) {
   Warp &w = m.warp();
-  memcpy(w.data + m.place.thread % WARP * size, mine, size);
+  memcpy(w.data + m.now % WARP * size, mine, size);
   meet(size);
   return w.data;
 }
@@ -308,18 +379,22 @@ void touch_atomically(const char *where, int64_t bytes) {
 
 char *shared(const void *tag, int64_t bytes) {
   for (const Region &region : m.regions)
-    if (region.tag == tag) return m.memory.data() + region.begin;
-  if (m.memory.capacity() < (size_t)MAX_SHARED_BYTES) m.memory.reserve(MAX_SHARED_BYTES);  // addresses must last
-  const int64_t begin = (int64_t)m.memory.size(), padded = (bytes + 15) / 16 * 16;
+    if (region.tag == tag && region.rank == m.place.rank) return m.memory.data() + region.begin;
+  const int64_t end = m.block().bytes + (bytes + 15) / 16 * 16, of_rank = m.place.rank * MAX_SHARED_BYTES;
   // Both together: a launch asks for more than a kernel may have otherwise only if what it gives is more by itself.
   const int64_t most = m.launch_bytes > DECLARED_BYTES ? MAX_SHARED_BYTES : DECLARED_BYTES;
-  const int64_t end = begin + padded;
   if (end > most) fault("%lld bytes of shared memory, of %lld", (long long)end, (long long)most);
-  m.memory.resize(begin + padded, (char)0xff);
-  m.shadows.resize((begin + padded) / GRANULE);
-  m.regions.push_back({tag, begin, bytes});
+  const int64_t begin = of_rank + std::exchange(m.block().bytes, end);
+  if ((int64_t)m.memory.size() < of_rank + end) {
+    m.memory.resize(of_rank + end, (char)0xff);
+    m.shadows.resize((of_rank + end) / GRANULE);
+  }
+  m.regions.push_back({tag, m.place.rank, begin, bytes});
   return m.memory.data() + begin;
 }
+
+const char *shared_begin() { return m.memory.data(); }
+int64_t shared_size() { return (int64_t)m.memory.size(); }
 
 static const char launch_tag = 0;
 SharedMemory::SharedMemory() : p_(shared(&launch_tag, m.launch_bytes)), bytes_(m.launch_bytes) {}
@@ -328,12 +403,14 @@ void touch(const char *where, int64_t bytes, bool is_write) {
   const int64_t first = where - m.memory.data();
   if (first < 0 || first + bytes > (int64_t)m.memory.size())
     fault("%lld bytes outside shared memory", (long long)bytes);
-  const int thread = m.place.thread;
-  const Access mine{thread, m.block_round, m.warp().order_round};
+  const int thread = m.now;
+  const Access mine = m.access();
   for (int64_t g = first / GRANULE; g < (first + bytes + GRANULE - 1) / GRANULE; g++) {
     Shadow &shadow = m.shadows[g];
     const Access &read = shadow.read;
-    const bool was_read = read.thread >= 0 && read.block_round == m.block_round;
+    const bool same_group = read.thread >= 0 && read.thread / GROUP == thread / GROUP;
+    const bool group_met = same_group && !shadow.many_groups && read.group_round < mine.group_round;
+    const bool was_read = read.thread >= 0 && !is_of_before(read) && !group_met;
     const bool same_warp = was_read && read.thread / WARP == thread / WARP;
     const bool unmet = same_warp && read.order_round == mine.order_round;  // they have not met since
     const bool is_read_elsewhere = was_read && (shadow.many_warps || (unmet && shadow.many_lanes));
@@ -350,6 +427,7 @@ void touch(const char *where, int64_t bytes, bool is_write) {
       shadow.write = mine;
       continue;
     }
+    shadow.many_groups = was_read && (shadow.many_groups || !same_group);
     shadow.many_warps = was_read && (shadow.many_warps || !same_warp);
     shadow.many_lanes = unmet && (shadow.many_lanes || read.thread != thread);
     shadow.read = mine;
@@ -364,10 +442,20 @@ static void set_coming(const Copy &copy, bool is_coming) {
 void begin_copy(char *to, const char *from, int bytes, bool is_read) {
   if (((uintptr_t)to | (uintptr_t)from) % bytes) fault("a copy that is not aligned");  // even of what is not read
   touch(to, bytes, true);
+  under_way::begin_copy(to, bytes);
   m.fiber().copies.push_back({to, is_read ? from : nullptr, bytes, m.fiber().copy_group});
   set_coming(m.fiber().copies.back(), true);
 }
 
+void bring(const Copy &copy) {
+  if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+  else memset(copy.to, 0, copy.bytes);
+}
+void end_copy(const Copy &copy) {
+  set_coming(copy, false);
+  bring(copy);
+}
+std::vector<Copy> hand_over_copies() { return std::exchange(m.fiber().copies, {}); }
 void end_copy_group() { m.fiber().copy_group++; }
 
 void await_copies(int num_left) {
@@ -378,10 +466,9 @@ void await_copies(int num_left) {
       under_way.push_back(copy);
       continue;
     }
-    set_coming(copy, false);
+    end_copy(copy);
     touch(copy.to, copy.bytes, true);
-    if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
-    else memset(copy.to, 0, copy.bytes);
+    under_way::forget(copy.to, copy.bytes);
   }
   fiber.copies.swap(under_way);
 }

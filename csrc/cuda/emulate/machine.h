@@ -10,6 +10,7 @@
 #include <functional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 namespace pagedec::emulate {
 
@@ -20,12 +21,15 @@ constexpr int64_t DECLARED_BYTES = 48 << 10;     // of those, what a kernel has 
 
 struct Place {  // of the thread that runs
   int thread, block, num_threads, num_blocks;
+  int rank = 0, cluster = 1;  // of its block, among how many that run together
 };
 const Place &place();
+int number();  // of the thread, among those of all blocks that run together
 
-// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares. Empty,
-// or what went wrong.
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body);
+// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares; `cluster`
+// of them at a time run together. Empty, or what went wrong.
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body,
+                int cluster = 1);
 
 // Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
 void set_seed(uint64_t seed);
@@ -43,6 +47,14 @@ bool is_running();
 
 void sync_block();
 void sync_warp();
+void sync_group();    // of 128 threads, that is, four warps
+void sync_cluster();  // of all blocks that run together
+// Instructions that lanes carry out together, which orders no memory between them.
+enum class Meeting { begin_products, multiply_group, end_products, await_products };
+void meet_in(Meeting);
+// Until somebody has changed a barrier (warpgroup.h).
+void wait_at_barrier();
+void wake_those_at_barriers();
 
 // 16 bytes are about to be loaded at once.
 inline void load_at(const void *p) {
@@ -60,6 +72,9 @@ void release();
 
 // Shared memory of the block that runs: of one declaration, whose address is `tag`; it begins as NaN.
 char *shared(const void *tag, int64_t bytes);
+// All blocks' that run together, of each from a multiple of MAX_SHARED_BYTES on; what of it is declared so far.
+const char *shared_begin();
+int64_t shared_size();
 // A thread is about to read or write so many bytes of it.
 void touch(const char *where, int64_t bytes, bool is_write);
 void touch_atomically(const char *where, int64_t bytes);  // others may, too
@@ -69,6 +84,14 @@ void touch_atomically(const char *where, int64_t bytes);  // others may, too
 void begin_copy(char *to, const char *from, int bytes, bool is_read);
 void end_copy_group();
 void await_copies(int num_left);
+struct Copy {
+  char *to;
+  const char *from;  // NULL: zeros
+  int bytes, group;
+};
+void bring(const Copy &);
+std::vector<Copy> hand_over_copies();  // all that this thread has begun: another one ends them
+void end_copy(const Copy &);
 
 template <class T>
 class SharedValue {  // one of an array: what a thread does with it is watched

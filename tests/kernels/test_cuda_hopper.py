@@ -1,0 +1,148 @@
+"""CUDA's linear layers of more than 32 rows by products of warpgroups, on the emulated device: the bits of few rows,
+which are those of every other kernel, whatever the tiles, the blocks and the order of threads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedec.kernels.library import Context, Epilogue, Library
+from tests.kernels import test_gemm_weight_only
+from tests.kernels.calls import count, normal, same_bits
+from tests.kernels.test_cuda_gemm import FEW, assert_bits
+from tests.kernels.test_gemm import GATED, Linear, assert_near
+from tests.kernels.test_guard_pages import guarded
+
+ALL, PAIR, ONE = 64, 2, 1
+"""Blocks with which tiles are of 64 x 64; of 128 outputs x 64 rows, or 64 x 128; of 128 x 128: as few as there are for
+them, the larger they are."""
+# Blocks, rows, outputs; k: less than a stage of 64, an end inside it and inside a step of 32, one, two and more chunks
+# of 256, more stages than there are
+CASES = [
+    *((ALL, 33, 31, 40), (ALL, 64, 65, 320), (ALL, 40, 3, 1048), (ALL, 65, 33, 520), (PAIR, 64, 250, 96)),
+    *((PAIR, 40, 256, 776), (PAIR, 128, 128, 288), (PAIR, 100, 97, 1064), (ONE, 65, 65, 8), (ONE, 129, 130, 288)),
+    *((ONE, 257, 129, 96), (ONE, 130, 100, 520), (3, 200, 300, 64)),
+]
+
+
+def context_of(library: Library, blocks: int, capability: int = 90) -> Context:
+    context = library.context(blocks)
+    library.functions.pd_emulate_hopper(ctypes.c_void_p(context.handle), ctypes.c_int32(capability))
+    return context
+
+
+def linear_of(context: Context, n: int, k: int, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Linear:
+    weight = normal(n, k, seed=2, dtype=dtype)
+    return Linear.pack(context, weight, normal(-(-n // 32) * 32, seed=3) if bias else None, n)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("blocks", "rows", "n", "k"), CASES)
+def test_many_rows_have_the_bits_of_few(
+    emulated: Library, blocks: int, rows: int, n: int, k: int, dtype: torch.dtype
+) -> None:
+    x, linear = (
+        normal(rows, k, seed=1, dtype=dtype),
+        linear_of(context_of(emulated, blocks), n, k, bias=True, dtype=dtype),
+    )
+    assert linear.bias is not None
+    assert_near(assert_bits(linear, x), x, linear.weight, linear.bias[:n])
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("blocks", [ALL, PAIR, ONE])
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("n", [66, 96, 130])
+def test_what_becomes_of_sums(emulated: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
+    x = normal(67, 40, seed=1, dtype=torch.bfloat16)
+    for bias in (False, True):
+        linear = linear_of(context_of(emulated, blocks), n, 40, bias=bias)
+        whole = assert_bits(linear, x, epilogue)
+        assert whole.shape == (67, n // 2 if epilogue in GATED else n)
+        if epilogue != Epilogue.ADD:
+            assert same_bits(assert_bits(linear, x, epilogue, torch.bfloat16), whole.bfloat16())
+
+
+def test_y_that_begins_anywhere(emulated: Library) -> None:
+    """And has an odd number of outputs: no more than one is written at a time."""
+    x, rows = normal(70, 40, seed=1, dtype=torch.bfloat16), count(70)
+    for n in (64, 67):
+        linear = linear_of(context_of(emulated, ONE), n, 40, bias=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            flat = torch.full((70 * n + 2,), torch.nan, dtype=dtype)
+            linear.context.call(linear.record(rows, x, flat[1:-1].view(70, n)))
+            assert flat[0].isnan() and flat[-1].isnan()
+            assert same_bits(flat[1:-1].view(70, n), linear(x, y_dtype=dtype))
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("blocks", "rows", "n", "k"), [(ALL, 70, 70, 800), (PAIR, 64, 130, 600), (ONE, 140, 140, 800)])
+def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
+    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(context_of(emulated, blocks), n, k)
+    found = []
+    for seed in (0, 1, 5, 6):
+        emulated.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        found.append(linear(x))
+    emulated.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    assert all(same_bits(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("k", [72, 264])
+@pytest.mark.parametrize("blocks", [ALL, PAIR, ONE])
+def test_nothing_outside_is_touched(emulated: Library, blocks: int, k: int) -> None:
+    """x ends with its last row, W with its last panel, y and the bias with their last output."""
+    linear, x = linear_of(context_of(emulated, blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
+    assert linear.bias is not None
+    expected = linear(x)
+    rows, x, y = count(70), guarded(x), guarded(torch.zeros(70, 67))
+    linear.packed, linear.bias = guarded(linear.packed), guarded(linear.bias[:67])
+    linear.context.call(linear.record(rows, x, y))
+    assert same_bits(y, expected)
+
+
+def test_one_record_serves_any_number_of_rows(emulated: Library) -> None:
+    """As in a recorded graph: the device reads how many there are."""
+    linear, x = linear_of(context_of(emulated, PAIR), 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
+    y, rows, whole = torch.empty(200, 40), count(0), linear(x)
+    record = linear.record(rows, x, y)
+    for num in (200, 0, FEW, FEW + 1, 1, 64, 129):
+        rows[0] = num
+        y.fill_(torch.nan)
+        linear.context.call(record)
+        assert same_bits(y[:num], whole[:num])
+        assert y[num:].isnan().all()
+
+
+@pytest.mark.parametrize("blocks", [ALL, ONE])
+def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) -> None:
+    """Of rows, and of outputs: behind the end of k and of W there is nothing that anybody multiplies."""
+    linear, x = linear_of(context_of(emulated, blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
+    clean = linear(x)
+    x[3, 47], x[66, 0] = torch.nan, torch.inf
+    dirty, others = assert_bits(linear, x), [i for i in range(70) if i not in (3, 66)]
+    assert same_bits(dirty[others], clean[others])
+    assert dirty[3].isnan().all() and not dirty[66].isfinite().any()
+    weight = linear.weight.clone()
+    weight[33], weight[69] = torch.nan, torch.inf
+    dirty, others = Linear.pack(linear.context, weight)(x[:64]), [i for i in range(70) if i not in (33, 69)]
+    assert same_bits(dirty[4:, others], clean[4:64, others])
+
+
+@pytest.mark.parametrize("case", ["k", "x", "int8", "capability"])
+def test_what_it_does_not_take_is_the_other_kernels(emulated: Library, case: str) -> None:
+    """Rows that begin anywhere, other weights, other devices: with the same bits."""
+    k = 41 if case == "k" else 40
+    contexts = [context_of(emulated, PAIR, capability) for capability in (80, 100 if case == "capability" else 90)]
+    weight, flat = normal(70, k, seed=2, dtype=torch.bfloat16), normal(70 * k + 1, seed=1, dtype=torch.bfloat16)
+    x = flat[1:].view(70, k) if case == "x" else flat[1:].view(70, k).clone()
+
+    def result(context: Context) -> Tensor:
+        if case == "int8":
+            return test_gemm_weight_only.linear(context, x, weight)
+        return Linear.pack(context, weight)(x)
+
+    assert same_bits(*map(result, contexts))
