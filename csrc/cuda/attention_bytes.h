@@ -20,7 +20,8 @@ struct ByteStages {
   static constexpr int64_t kStageBytes = 2 * TILE * kStride;
 
   PD_DEVICE ByteStages(const SharedMemory &memory, int64_t at, int num_stages)
-      : words(memory.part<uint32_t>(at, kScaleStages)), shifts(memory.part<uint32_t>(at + 4 * kScaleStages, kScaleStages)),
+      : words(memory.part<uint32_t>(at, kScaleStages)),
+        shifts(memory.part<uint32_t>(at + 4 * kScaleStages, kScaleStages)),
         kv(memory.part<uint8_t>(at + kFixedBytes, 2 * num_stages * TILE * kStride)) {}
 
   static PD_DEVICE int tile_at(int stage, bool is_v) { return (2 * stage + is_v) * TILE * kStride; }

@@ -185,7 +185,8 @@ PD_DEVICE void Few<S>::find_tops(const Mark &mark, const Sight &sight, float (&s
     const int first = mark.start + warp_ * kWarpTokens + 2 * (lane_ % 4);
     PD_UNROLL for (int half = 0; half < 2; half++) {
       const int row = lane_ / 4 + 8 * half;
-      const int begin = shuffle(now_.begin, row), of_row = shuffle(now_.end, row), end = sight.has_row(row) ? of_row : 0;
+      const int begin = shuffle(now_.begin, row), of_row = shuffle(now_.end, row);
+      const int end = sight.has_row(row) ? of_row : 0;
       PD_UNROLL for (int i = 0; i < 4; i++) {
         const int at = first + 8 * (i / 2) + i % 2;
         if (at < begin || at >= end) s[i / 2][2 * half + i % 2] = -INFINITY;
@@ -327,8 +328,9 @@ PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_ite
       const auto o = [&](int piece, int i) -> float & { return o_[piece][i]; };
       const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
-      end_row<E, kPieces>(w_, p_, now_.rows, packed, chunk, is_first_item, is_last_item, warp_ == 0 && lane_ % 4 == 0, m_[0], l,
-                 o, total_of, column);
+      const bool has_ml = warp_ == 0 && lane_ % 4 == 0;
+      end_row<E, kPieces>(w_, p_, now_.rows, packed, chunk, is_first_item, is_last_item, has_ml, m_[0], l, o, total_of,
+                          column);
     }
     m_[0] = m_[1];
     PD_UNROLL for (int i = 0; i < 2 * kPieces; i++) o_[i / 2][i % 2] = o_[i / 2][2 + i % 2];

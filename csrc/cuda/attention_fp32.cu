@@ -2,8 +2,8 @@
 // not be fast, so there are two sizes of heads, and of bytes each is asked what it is.
 //
 // Work     A unit at a time: the four warps have the logits of 16 positions each for all packed rows, agree on each
-//          row's maximum, put the probabilities into shared memory, and have each a quarter of the head's columns of the
-//          result. K and V are read where they lie.
+//          row's maximum, put the probabilities into shared memory, and have each a quarter of the result's columns. K
+//          and V are read where they lie.
 // Rows     lie in tiles of 16, as where there are tensor cores: a thread has of a tile rows g and g + 8 (g = lane / 4).
 #include "cuda/attention_rows.h"
 #include "cuda/kv_bytes.h"
@@ -225,8 +225,9 @@ PD_DEVICE void Walk<kHead, kBytes>::end_chunk(int chunk, bool is_first_item, boo
       const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
       const auto o = [&](int piece, int i) -> float & { return o_[0][piece][i]; };
-      end_row<float, kPieces>(w_, p_, rows_, packed, chunk, is_first_item, is_last_item, warp_ == 0 && lane_ % 4 == 0, m_[0], l,
-                              o, total_of, column);
+      const bool has_ml = warp_ == 0 && lane_ % 4 == 0;
+      end_row<float, kPieces>(w_, p_, rows_, packed, chunk, is_first_item, is_last_item, has_ml, m_[0], l, o, total_of,
+                              column);
     }
     PD_UNROLL for (int to = 0; to + 1 < kHalves; to++) {
       m_[to] = m_[to + 1];

@@ -31,8 +31,8 @@ struct PackedRows {
 };
 
 // What a chunk has of one row is folded into what was before, or begins it; it goes to the result, to a record for the
-// merge, or to where this thread finds it for the next chunk. o(piece, i): its numbers; total(piece, i): what is kept of
-// them, then m and l.
+// merge, or to where this thread finds it for the next chunk. o(piece, i): its numbers; total(piece, i): what is kept
+// of them, then m and l.
 template <class E, int kPieces, class Of, class Total, class ColumnOf>
 PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows, int packed, int chunk,
                        bool is_first_item, bool is_last_item, bool has_ml, float m, float l, const Of &o,

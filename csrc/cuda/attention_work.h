@@ -1,5 +1,5 @@
-// Attention over a plan's words (plan/plan.h) on a device: a block of threads is a worker, which walks its spans, a unit
-// of 64 positions at a time. Here is what a launch is given, and what walks (attention_few.h, attention_many.h,
+// Attention over a plan's words (plan/plan.h) on a device: a block of threads is a worker, which walks its spans, a
+// unit of 64 positions at a time. Here is what a launch is given, and what walks (attention_few.h, attention_many.h,
 // attention_fp32.cu) and merges have in common.
 //
 // Order    Inside a chunk of 512 positions units follow each other: a row's results and sums come down to the unit's
