@@ -2,12 +2,13 @@
 // rows, of which warpgroups have 64 outputs each. Their products read W and x in shared memory, whereto another group
 // copies them, a few stages ahead and over the ends of tiles.
 //
-// Bits     are those of every other kernel: an instruction's group of 16 of k is theirs, and so are chunks. A thread has
-//          each of its outputs twice, the chunk's sum and that of the chunks before, so a group's tile is 64 x 128.
+// Bits     are those of every other kernel: an instruction's group of 16 of k is theirs, and so are chunks. A thread
+//          has each of its outputs three times: the sum of the chunks before, and those of two chunks in turns, of
+//          which one is added while the other is multiplied. So a group's tile is 64 x 128 at most.
 // Stages   64 of k: W by groups [2 steps][outputs / 8][4 pieces][8], as it lies in memory, 16 bytes each, so that eight
-//          outputs of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces change
-//          places with its number (swizzle_row). An engine brings both, as tensors of which it is told where they end,
-//          but where rows end, which only the device knows: there threads copy x by 16 bytes.
+//          outputs of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces
+//          change places with its number (swizzle_row). An engine brings both, as tensors of which it is told where
+//          they end, but for where rows end, which only the device knows: there threads copy x by 16 bytes.
 #include "cuda/gemm_tiles.h"
 #include "cuda/tensor_map.h"
 #include "cuda/warpgroup.h"
@@ -19,7 +20,8 @@ constexpr int kGroups = 2, kGroupOutputs = 64, kCluster = 2;
 constexpr int kBlockThreads = (kGroups + 1) * kGroupThreads;  // one copies
 // Of a thread: three times 64 sums, and what a block's others then leave.
 constexpr int kProductRegisters = 232, kCopyRegisters = 40;
-constexpr int kStageSteps = 2, kStageK = kStageSteps * kStep, kChunkStages = kChunk / kStageK, kStepPieces = kStep / 8, kPieces = kStageK / 8;
+constexpr int kStageSteps = 2, kStageK = kStageSteps * kStep, kChunkStages = kChunk / kStageK;
+constexpr int kStepPieces = kStep / 8, kPieces = kStageK / 8;
 constexpr int kPieceBytes = 16, kMatrixBytes = 8 * kPieceBytes, kPanelStepBytes = kPanel * kStepPieces * kPieceBytes;
 constexpr int kGroupPanels = kGroupOutputs / kPanel, kGroupBytes = kStageSteps * kGroupPanels * kPanelStepBytes;
 constexpr int kBoxRows = 64, kRowBytes = kStageK * 2, kBoxBytes = kBoxRows * kRowBytes;  // that come together
@@ -58,8 +60,8 @@ struct alignas(8) FourHalves {
   uint32_t pairs[2];
 };
 
-// What becomes of 16 rows of sums of a panel: a lane has four columns of y, and every fourth row, or every eighth where y
-// is gated and has half as many.
+// What becomes of 16 rows of sums of a panel: a lane has four columns of y, and every fourth row, or every eighth where
+// y is gated and has half as many.
 class Outputs {
  public:
   PD_DEVICE Outputs(const pd_gemm_args &a, int panel)
@@ -179,7 +181,7 @@ class Copies {
       const TilePlace place = S::place(tile, b_.num_rows, b_.a.n);
       PD_ROLLED for (int i = 0; i < b_.num_stages; i++) {
         if (num++ >= ahead) {
-          await_barrier<(S::kShare > 1)>(b_.barriers, kFree + to_.stage, to_.parity ^ 1);
+          await_barrier(b_.barriers, kFree + to_.stage, to_.parity ^ 1);
           copy_weights(place.column, i, to_.stage);
         }
         PD_ROLLED for (int box = 0; box < S::kRows / kBoxRows; box++) copy_rows(place.row, i, box);
@@ -234,7 +236,8 @@ class Products {
   PD_DEVICE explicit Products(const Block<S> &block) : b_(block), group_(thread_index() / kGroupThreads) {}
 
   PD_DEVICE void run() {
-    for (int tile = block_index() / S::kShare; tile < b_.num_tiles(); tile += num_grid_blocks_anew() / S::kShare) run_tile(tile);
+    for (int tile = block_index() / S::kShare; tile < b_.num_tiles(); tile += num_grid_blocks_anew() / S::kShare)
+      run_tile(tile);
   }
 
  private:
@@ -377,11 +380,11 @@ PD_KERNEL(kBlockThreads) gemm_hopper_kernel(pd_gemm_args a, PD_GRID_CONSTANT(Map
   const int of_a = cost<A>(num_rows, a.n, blocks), of_b = cost<B>(num_rows, a.n, blocks);
   const int of_c = cost<C>(num_rows, a.n, blocks), of_d = cost<D>(num_rows, a.n, blocks);
   const int of_f = cost<F>(num_rows, a.n, blocks), best = lower(lower(lower(of_a, of_b), lower(of_c, of_d)), of_f);
-  if (of_f == best) run_tiles<E, F>(a, maps, anew(num_rows), memory);
-  else if (of_d == best) run_tiles<E, D>(a, maps, anew(num_rows), memory);
+  if (of_d == best) run_tiles<E, D>(a, maps, anew(num_rows), memory);
   else if (of_c == best) run_tiles<E, C>(a, maps, anew(num_rows), memory);
   else if (of_b == best) run_tiles<E, B>(a, maps, anew(num_rows), memory);
-  else run_tiles<E, A>(a, maps, anew(num_rows), memory);
+  else if (of_a == best) run_tiles<E, A>(a, maps, anew(num_rows), memory);
+  else run_tiles<E, F>(a, maps, anew(num_rows), memory);  // not of equals: its blocks have the most to multiply
 }
 
 }  // namespace

@@ -79,8 +79,8 @@ constexpr int kBlocksAMultiprocessor = 8;
 // Of attention, whose blocks hold much of the shared memory: a plan has as many workers.
 constexpr int kBlocksAtATime = 2;
 
-// The threads of a block, the blocks that a multiprocessor is to have at a time, the bytes of shared memory that each has
-// besides what the kernel declares, and how many blocks run together (compute capability 9.0).
+// The threads of a block, the blocks that a multiprocessor is to have at a time, the bytes of shared memory that each
+// has besides what the kernel declares, and how many blocks run together (compute capability 9.0).
 struct Grid {
   Grid(int threads, int blocks = kBlocksAMultiprocessor, int64_t shared_bytes = 0, int cluster = 1)
       : threads(threads), blocks(blocks), cluster(cluster), shared_bytes(shared_bytes) {}
@@ -166,10 +166,10 @@ int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...),
   if (emulate::device_now() != on.device) return launched(name, cudaErrorInvalidResourceHandle);
   emulate::put((cudaStream_t)on.stream, [=, blocks = num_blocks(c, grid)] {
     const std::string problem =
-        emulate::run(blocks, grid.threads, grid.shared_bytes, [&] {
+        emulate::run(blocks, grid.threads, grid.shared_bytes, grid.cluster, [&] {
           kernel(arguments...);
           if (is_early) emulate::check_awaited();
-        }, grid.cluster);
+        });
     return problem.empty() ? problem : std::string(name) + ": " + problem;
   });
   return launched(name, cudaGetLastError());

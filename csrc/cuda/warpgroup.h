@@ -1,9 +1,9 @@
 // Warpgroups: four warps whose products are of operands in shared memory. And what goes with them: barriers that count
-// copies, and copies of parts of tensors by an engine, which no thread waits for. Instructions of compute capability 9.0 alone
-// (gemm_hopper.cu); as device.h, with two bodies.
+// copies, and copies of parts of tensors by an engine, which no thread waits for. Instructions of compute capability
+// 9.0 alone (gemm_hopper.cu); as device.h, with two bodies.
 //
-// Of D [64][N] warp w of a group has rows 16w ... 16w + 15, of these and of columns 8j ... 8j + 7 a lane as in matrix.h:
-// sums[4 j ... 4 j + 3] are (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// Of D [64][N] warp w of a group has rows 16w ... 16w + 15, of these and of columns 8j ... 8j + 7 a lane as in
+// matrix.h: sums[4 j ... 4 j + 3] are (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 #pragma once
 #include "cuda/matrix.h"
 #include "cuda/tensor_map.h"
@@ -22,12 +22,14 @@ PD_DEVICE uint64_t operand(uint32_t address, int along_k, int along_rows) {
   return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(along_k >> 4) << 16 | (uint64_t)(along_rows >> 4) << 32;
 }
 
-// Of rows of kSwizzledRow bytes, eight of which are kSwizzleBytes and begin at a multiple of that: the 16 bytes of k = 8 p
-// ... 8 p + 7 of row r lie where swizzle_row(r, p) says, so that neither they that write a row nor they that read eight
-// meet a bank twice. 16 of k on, an operand begins 32 bytes on.
+// Of rows of kSwizzledRow bytes, eight of which are kSwizzleBytes and begin at a multiple of that: the 16 bytes of k =
+// 8 p ... 8 p + 7 of row r lie where swizzle_row(r, p) says, so that neither they that write a row nor they that read
+// eight meet a bank twice. 16 of k on, an operand begins 32 bytes on.
 constexpr int kSwizzledRow = 128, kSwizzleBytes = 8 * kSwizzledRow;
 PD_DEVICE int swizzle_row(int row, int piece) { return row * kSwizzledRow + (piece ^ row % 8) * 16; }
-PD_DEVICE uint64_t swizzled_operand(uint32_t address) { return operand(address, 16, kSwizzleBytes) | (uint64_t)1 << 62; }
+PD_DEVICE uint64_t swizzled_operand(uint32_t address) {
+  return operand(address, 16, kSwizzleBytes) | (uint64_t)1 << 62;
+}
 
 using Barriers = SharedArray<uint64_t>;
 
@@ -49,20 +51,16 @@ PD_DEVICE void expect(const Barriers &barriers, int i, int bytes) {
                "r"(bytes)
                : "memory");
 }
-// Of a phase with this parity, the first of which is 0. kOfCluster: other blocks arrive there, too.
-template <bool kOfCluster = false>
+// Of a phase with this parity, the first of which is 0.
 PD_DEVICE void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
-  const uint32_t at = shared_address(barriers.at(i));
-  if constexpr (kOfCluster)
-    asm volatile(
-        "{.reg .pred done;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" ::"r"(at), "r"(parity) : "memory");
-  else
-    asm volatile(
-        "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" ::"r"(at), "r"(parity) : "memory");
+  asm volatile(
+      "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(shared_address(barriers.at(i))),
+      "r"(parity)
+      : "memory");
 }
-// Of the blocks that run together: which one this is; a barrier of another one's; all of them.
+// Of the blocks that run together: which one this is; a barrier of another one's, which is told that products have
+// read, and of nothing that was written (a release to the cluster would wait for all of memory); all of them.
 PD_DEVICE int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -70,7 +68,7 @@ PD_DEVICE int cluster_rank() {
 }
 PD_DEVICE void arrive_at(const Barriers &barriers, int i, int rank) {
   asm volatile(
-      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, "
+      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, "
       "[at];}" ::"r"(shared_address(barriers.at(i))), "r"(rank) : "memory");
 }
 PD_DEVICE void sync_cluster() {
@@ -79,8 +77,8 @@ PD_DEVICE void sync_cluster() {
 // The part of a tensor that begins there, which the barrier's phase waits for.
 PD_DEVICE void begin_tensor_copy(void *to, const TensorMap &map, int at0, int at1, const Barriers &barriers, int i) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(shared_address(to)),
       "l"(&map), "r"(at0), "r"(at1), "r"(shared_address(barriers.at(i)))
       : "memory");
 }
@@ -181,12 +179,13 @@ inline void begin_barrier(const Barriers &barriers, int i, int count) { emulate:
 inline void show_barriers() {}
 inline void arrive(const Barriers &barriers, int i) { emulate::arrive(barriers.at(i)); }
 inline void expect(const Barriers &barriers, int i, int bytes) { emulate::expect(barriers.at(i), bytes); }
-template <bool kOfCluster = false>
-void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
+inline void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
   emulate::await_barrier(barriers.at(i), parity);
 }
 inline int cluster_rank() { return emulate::place().rank; }
-inline void arrive_at(const Barriers &barriers, int i, int rank) { emulate::arrive(emulate::at_rank(barriers.at(i), rank)); }
+inline void arrive_at(const Barriers &barriers, int i, int rank) {
+  emulate::arrive(emulate::at_rank(barriers.at(i), rank));
+}
 inline void begin_tensor_copies(void *to, const TensorMap &map, int at0, int at1, int at2, int at3,
                                 const Barriers &barriers, int i, int ranks) {
   for (int rank = 0; rank < emulate::place().cluster; rank++)

@@ -263,7 +263,7 @@ extern "C" const char *run(const char *name, int blocks, int threads, uint64_t s
   give_operands();
   emulate::set_seed(seed);
 #define X(kernel) \\
-  if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, [&] { kernel(out); });
+  if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, 1, [&] { kernel(out); });
   KERNELS(X)
   GROUP_KERNELS(X)
   return problem.c_str();

@@ -278,7 +278,7 @@ void check_awaited() {
   if (!m.fiber().has_awaited) fault("a kernel that may begin early has not awaited those before it");
 }
 
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body, int cluster) {
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body) {
   if (num_threads < 1 || num_threads * cluster > MAX_THREADS)
     return "a block of " + std::to_string(num_threads) + " threads";
   if (num_blocks < 1) return "a grid of " + std::to_string(num_blocks) + " blocks";

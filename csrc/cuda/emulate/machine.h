@@ -26,10 +26,9 @@ struct Place {  // of the thread that runs
 const Place &place();
 int number();  // of the thread, among those of all blocks that run together
 
-// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares; `cluster`
-// of them at a time run together. Empty, or what went wrong.
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body,
-                int cluster = 1);
+// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares;
+// `cluster` of them at a time run together. Empty, or what went wrong.
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body);
 
 // Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
 void set_seed(uint64_t seed);

@@ -97,11 +97,13 @@ void check_free(int64_t byte) {
   const Clock &mine = s.clocks[warp()];
   for (int w = 0; w < MAX_WARPS; w++)
     if (w != warp() && line.read[w] > mine[w])
-      fault("byte %lld of shared memory is copied to, and warp %d has not said that it has read it", (long long)byte, w);
+      fault("byte %lld of shared memory is copied to, and warp %d has not said that it has read it", (long long)byte,
+            w);
 }
 void check_there(int64_t byte) {
   const Line &line = line_at(byte);
-  if (line.is == Is::nothing) fault("byte %lld of shared memory is multiplied, and nothing was copied", (long long)byte);
+  if (line.is == Is::nothing)
+    fault("byte %lld of shared memory is multiplied, and nothing was copied", (long long)byte);
   if (line.is == Is::coming) fault("byte %lld of shared memory is multiplied while it is copied to", (long long)byte);
   const std::pair key{warp(), line.barrier};
   if (!line.barrier || s.waited[key] <= line.phase)
@@ -115,8 +117,9 @@ struct Operand {
   int64_t begin, along_k, along_rows;
   bool is_swizzled;
   explicit Operand(uint64_t bits)
-      : begin(((int64_t)(bits & 0x3fff) << 4) + place().rank * MAX_SHARED_BYTES), along_k((int64_t)(bits >> 16 & 0x3fff) << 4),
-        along_rows((int64_t)(bits >> 32 & 0x3fff) << 4), is_swizzled(bits >> 62 == 1) {
+      : begin(((int64_t)(bits & 0x3fff) << 4) + place().rank * MAX_SHARED_BYTES),
+        along_k((int64_t)(bits >> 16 & 0x3fff) << 4), along_rows((int64_t)(bits >> 32 & 0x3fff) << 4),
+        is_swizzled(bits >> 62 == 1) {
     if ((bits >> 46 & 0xffff) || bits >> 63) fault("an operand with an offset, or a swizzle of fewer than 128 bytes");
   }
   int64_t at(int row, int k) const {
@@ -212,15 +215,16 @@ bool map_tensor(TensorMap &map, const void *begin, const Extents &extents, const
                 bool is_swizzled) {
   Tensor tensor{(const char *)begin, {}, {0, 0, 0}, {}, is_swizzled};
   static_assert(sizeof(Tensor) <= sizeof(TensorMap));
-  bool is_right = (uintptr_t)begin % LINE == 0 && part.of[0] * 2 % LINE == 0;
-  if (is_swizzled && part.of[0] * 2 != MATRIX) is_right = false;
+  const int64_t most = (int64_t)1 << 32, row = part.of[0] * 2;
+  bool is_right = (uintptr_t)begin % LINE == 0 && row % LINE == 0 && !(is_swizzled && row != MATRIX);
   for (int i = 0; i < 4; i++) {
-    is_right = is_right && extents.of[i] >= 1 && extents.of[i] <= (int64_t)1 << 32 && part.of[i] >= 1 && part.of[i] <= 256;
+    is_right = is_right && extents.of[i] >= 1 && extents.of[i] <= most && part.of[i] >= 1 && part.of[i] <= 256;
     tensor.extents[i] = extents.of[i], tensor.part[i] = (uint16_t)part.of[i];
   }
   for (int i = 0; i < 3; i++) {
     const bool is_there = extents.of[i + 1] > 1 || part.of[i + 1] > 1;
-    is_right = is_right && (!is_there || (strides.of[i] > 0 && strides.of[i] % LINE == 0 && strides.of[i] < (int64_t)1 << 40));
+    const int64_t stride = strides.of[i];
+    is_right = is_right && (!is_there || (stride > 0 && stride % LINE == 0 && stride < most << 8));
     tensor.strides[i] = strides.of[i];
   }
   memcpy(&map, &tensor, sizeof tensor);

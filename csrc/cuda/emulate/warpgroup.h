@@ -1,5 +1,5 @@
-// What warpgroups have on the emulated device: barriers that count copies, copies of parts of tensors by an engine of its
-// own, which are over when it pleases it, and products of four warps whose operands lie in shared memory.
+// What warpgroups have on the emulated device: barriers that count copies, copies of parts of tensors by an engine of
+// its own, which are over when it pleases it, and products of four warps whose operands lie in shared memory.
 //
 // What can be got wrong with them is a fault: operands whose copy the warp has not waited for, or which threads have
 // copied and it has not fenced since, or outside shared memory; a copy to where a product that has not been
@@ -27,7 +27,7 @@ void arrive(const void *barrier);
 void expect(const void *barrier, int bytes);
 void await_barrier(const void *barrier, uint32_t parity);  // of a phase
 // As the driver makes one: false where it would not.
-bool map_tensor(TensorMap &, const void *begin, const Extents &, const Strides &, const Extents &part, bool is_swizzled);
+bool map_tensor(TensorMap &, const void *, const Extents &, const Strides &, const Extents &part, bool is_swizzled);
 void begin_tensor_copy(char *to, const TensorMap &, const std::array<int, 4> &at, const void *barrier);
 void arrive_with_copies(const void *barrier);  // when this thread's are through
 void fence_async();
