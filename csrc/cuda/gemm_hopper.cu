@@ -181,7 +181,7 @@ class Copies {
       const TilePlace place = S::place(tile, b_.num_rows, b_.a.n);
       PD_ROLLED for (int i = 0; i < b_.num_stages; i++) {
         if (num++ >= ahead) {
-          await_barrier(b_.barriers, kFree + to_.stage, to_.parity ^ 1);
+          await_barrier<(S::kShare > 1)>(b_.barriers, kFree + to_.stage, to_.parity ^ 1);
           copy_weights(place.column, i, to_.stage);
         }
         PD_ROLLED for (int box = 0; box < S::kRows / kBoxRows; box++) copy_rows(place.row, i, box);
@@ -380,11 +380,11 @@ PD_KERNEL(kBlockThreads) gemm_hopper_kernel(pd_gemm_args a, PD_GRID_CONSTANT(Map
   const int of_a = cost<A>(num_rows, a.n, blocks), of_b = cost<B>(num_rows, a.n, blocks);
   const int of_c = cost<C>(num_rows, a.n, blocks), of_d = cost<D>(num_rows, a.n, blocks);
   const int of_f = cost<F>(num_rows, a.n, blocks), best = lower(lower(lower(of_a, of_b), lower(of_c, of_d)), of_f);
-  if (of_d == best) run_tiles<E, D>(a, maps, anew(num_rows), memory);
+  if (of_f == best) run_tiles<E, F>(a, maps, anew(num_rows), memory);
+  else if (of_d == best) run_tiles<E, D>(a, maps, anew(num_rows), memory);
   else if (of_c == best) run_tiles<E, C>(a, maps, anew(num_rows), memory);
   else if (of_b == best) run_tiles<E, B>(a, maps, anew(num_rows), memory);
-  else if (of_a == best) run_tiles<E, A>(a, maps, anew(num_rows), memory);
-  else run_tiles<E, F>(a, maps, anew(num_rows), memory);  // not of equals: its blocks have the most to multiply
+  else run_tiles<E, A>(a, maps, anew(num_rows), memory);
 }
 
 }  // namespace

@@ -51,16 +51,21 @@ PD_DEVICE void expect(const Barriers &barriers, int i, int bytes) {
                "r"(bytes)
                : "memory");
 }
-// Of a phase with this parity, the first of which is 0.
+// Of a phase with this parity, the first of which is 0. kOfCluster: other blocks arrive there, too.
+template <bool kOfCluster = false>
 PD_DEVICE void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}" ::"r"(shared_address(barriers.at(i))),
-      "r"(parity)
-      : "memory");
+  const uint32_t at = shared_address(barriers.at(i));
+  if constexpr (kOfCluster)
+    asm volatile(
+        "{.reg .pred done;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;}" ::"r"(at), "r"(parity) : "memory");
+  else
+    asm volatile(
+        "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;}" ::"r"(at), "r"(parity) : "memory");
 }
 // Of the blocks that run together: which one this is; a barrier of another one's, which is told that products have
-// read, and of nothing that was written (a release to the cluster would wait for all of memory); all of them.
+// read; all of them.
 PD_DEVICE int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -68,7 +73,7 @@ PD_DEVICE int cluster_rank() {
 }
 PD_DEVICE void arrive_at(const Barriers &barriers, int i, int rank) {
   asm volatile(
-      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, "
+      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, "
       "[at];}" ::"r"(shared_address(barriers.at(i))), "r"(rank) : "memory");
 }
 PD_DEVICE void sync_cluster() {
@@ -179,7 +184,8 @@ inline void begin_barrier(const Barriers &barriers, int i, int count) { emulate:
 inline void show_barriers() {}
 inline void arrive(const Barriers &barriers, int i) { emulate::arrive(barriers.at(i)); }
 inline void expect(const Barriers &barriers, int i, int bytes) { emulate::expect(barriers.at(i), bytes); }
-inline void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
+template <bool kOfCluster = false>
+void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
   emulate::await_barrier(barriers.at(i), parity);
 }
 inline int cluster_rank() { return emulate::place().rank; }
