@@ -244,6 +244,10 @@ void launched_with_less(float *out) {
   LAUNCHED_SHARED(memory);
   memory.part<float>(4000, 25)[0] = 1.0f;
 }
+void not_awaited(float *out) {  // as a launch that may begin early looks at its threads' end
+  if (thread_index() != 70) await_kernels();
+  emulate::check_awaited();
+}
 void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.0f; }
 
 #define KERNELS(X)                                                                                         \\
@@ -254,7 +258,7 @@ void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.
   X(no_integer) X(outside_of_registers) X(both_too_much)                                                     \\
   X(some_leave) X(counted_too_soon) X(looked_at_too_soon) X(changed_while_read)                              \\
   X(read_too_soon) X(written_too_soon) X(written_twice) X(lanes_race) X(warps_race) X(outside) X(half_wait)  \\
-  X(lanes_left) X(too_much) X(shuffled_between) X(multiplied_between)"""
+  X(lanes_left) X(too_much) X(shuffled_between) X(multiplied_between) X(not_awaited)"""
 _RUN = """
 extern "C" const char *run(const char *name, int blocks, int threads, uint64_t seed, float *out) {
   static std::string problem;

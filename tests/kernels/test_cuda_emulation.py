@@ -111,6 +111,7 @@ WRONG = {
     "looked_at_too_soon": "of shared memory is (used|written) while thread",
     "changed_while_read": "of shared memory is (used|written) while thread",
     "outside": "index [0-9]+ of a shared array of 64",
+    "not_awaited": "thread 70: a kernel that may begin early has not awaited those before it",
     "half_wait": "threads wait for ever: 64 for their block, 64 for their warp",
     "lanes_left": "a warp's meeting of 31 lanes",
     "copied_too_soon": "of shared memory is used while it is copied to",
