@@ -46,8 +46,24 @@ def rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return scaling or rope
 
 
-def base_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an Architecture that all families with rotary positions write alike."""
+def _rotated_share(values: Mapping[str, Any], rope: Mapping[str, Any], rotates_parts: bool) -> float:
+    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    positive_number("partial_rotary_factor", share)
+    if share != 1 and not rotates_parts:  # transformers passes it over; other implementations do not
+        limit = (
+            "must be 1 or not given: transformers' models of this family rotate whole heads whatever it says; "
+            "model_impl='transformers' has their numbers"
+        )
+        raise InvalidArgument("partial_rotary_factor", share, limit)
+    return share
+
+
+def base_fields(values: Mapping[str, Any], rotates_parts: bool = False) -> dict[str, Any]:
+    """Return the fields of an Architecture that all families with rotary positions write alike.
+
+    `rotates_parts`: the family's models may rotate a part of each head, by partial_rotary_factor, which is refused of
+    the others.
+    """
     for field in ("hidden_size", "num_attention_heads", "max_position_embeddings"):
         positive_int(field, required(values, field))
     heads, max_position = values["num_attention_heads"], values["max_position_embeddings"]
@@ -57,8 +73,7 @@ def base_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = values.get("head_dim", values["hidden_size"] // heads)
     positive_int("head_dim", head_dim)
     rope = rope_parameters(values)
-    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    positive_number("partial_rotary_factor", partial)
+    share = _rotated_share(values, rope, rotates_parts)
     scaling = rope_scaling_from_hf(rope, max_position, values.get("original_max_position_embeddings"))
     return {
         "vocab_size": required(values, "vocab_size"),
@@ -72,7 +87,7 @@ def base_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": required(values, "rms_norm_eps"),
         "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10000.0)),
         "rope_scaling": scaling,
-        "rotary_dim": int(head_dim * partial),
+        "rotary_dim": int(head_dim * share),
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
         "hidden_act": values.get("hidden_act", "silu"),
         "bos_token_id": values.get("bos_token_id"),

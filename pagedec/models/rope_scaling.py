@@ -140,15 +140,15 @@ def _yarn(parameters: Mapping[str, Any], max_position: int, original: Any) -> Ro
 
 
 def rope_scaling_from_hf(parameters: Mapping[str, Any], max_position: Any, original: Any = None) -> RopeScaling | None:
-    """Return the scaling of a config's rope_scaling or rope_parameters; `original`: the trained context where only the
-    configuration around it has it."""
+    """Return the scaling of a config's rope_scaling or rope_parameters; `original`: the trained context that the
+    configuration around it says, which counts before the one in it, as in transformers."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ROPE_SCALINGS:
         limit = f"is not supported; supported are {', '.join(ROPE_SCALINGS)}"
         raise InvalidArgument("rope_scaling.rope_type", kind, limit)
     if kind == "default":
         return None
-    original = parameters.get(_ORIGINAL) or original
+    original = parameters.get(_ORIGINAL) if original is None else original
     if kind == "longrope":
         return _longrope(parameters, max_position, original)
     if kind == "yarn":

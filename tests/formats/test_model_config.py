@@ -175,6 +175,8 @@ def test_the_window_of_qwen(name: str) -> None:
         windows(layer_types=types[:3])
 
 
+GLM = {"architectures": ["GlmForCausalLM"], "head_dim": 16}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["BertForMaskedLM"]}, "architectures is 'BertForMaskedLM': .*supported are LlamaForCausalLM"),
     ({"architectures": [3]}, "architectures is 3"),
@@ -189,7 +191,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": -4}, "num_attention_heads is -4"),
     ({"num_key_value_heads": 3}, "num_attention_heads is 4: must be a multiple of num_key_value_heads, which is 3"),
     ({"head_dim": 15}, "head_dim is 15: must be even"),
-    ({"partial_rotary_factor": 2.0}, "rotary_dim is 32: must be even and from 2 to 16"),
+    (GLM | {"partial_rotary_factor": 2.0}, "rotary_dim is 32: must be even and from 2 to 16"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: must be 1 or not given.* rotate whole heads"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},
+        "_factor is 0.5: must be",
+    ),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     ({"rope_theta": 10**400}, "rope_theta is 1000.*: must be a finite number"),

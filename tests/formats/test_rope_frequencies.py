@@ -63,6 +63,15 @@ def test_equal_to_transformers(head_dim: int, theta: float, scaling: dict[str, A
     assert (1.0 if arch.rope_scaling is None else arch.rope_scaling.attention_factor) == theirs.attention_scaling
 
 
+@pytest.mark.parametrize("scaling", [llama3(8.0, 1.0, 4.0, 512), yarn(original_max_position_embeddings=512)])
+def test_the_trained_context_beside_the_scaling_counts(scaling: dict[str, Any]) -> None:
+    """A configuration may say it within and around: transformers takes the one around."""
+    shape = SHAPE | {"max_position_embeddings": 4096, "original_max_position_embeddings": 64}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_scaling=dict(scaling)))
+    arch = from_hf_config(shape | {"architectures": ["LlamaForCausalLM"], "rope_scaling": scaling})
+    assert np.array_equal(rope_frequencies(arch), theirs.inv_freq.double().numpy())
+
+
 def test_llama3_scaling_has_all_three_parts() -> None:
     """Short wavelengths stay, long ones are divided by 8, those between lie between."""
     scaled = rope_frequencies(from_hf_config(PRESETS["llama-3.1-8b"]))
@@ -89,6 +98,6 @@ def test_factors_of_a_gguf_file_divide_the_frequencies() -> None:
 
 
 def test_partial_rotation_uses_its_own_width() -> None:
-    given = SHAPE | {"architectures": ["LlamaForCausalLM"], "head_dim": 64}
+    given = SHAPE | {"architectures": ["Phi3ForCausalLM"], "head_dim": 64}
     half = rope_frequencies(from_hf_config(given | {"partial_rotary_factor": 0.5}))
     assert np.array_equal(half, rope_frequencies(from_hf_config(given | {"head_dim": 32})))

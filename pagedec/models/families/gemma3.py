@@ -59,9 +59,10 @@ def read(config: Mapping[str, Any]) -> Architecture:
     positive_int("sliding_window_pattern", pattern)
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
     rope, local_theta = _ropes(values)
+    inner = {"rope_scaling": {}, "rope_parameters": rope, "original_max_position_embeddings": None}
     return Architecture(
         "gemma3",
-        **(base_fields(values | {"rope_scaling": {}, "rope_parameters": rope}) | gemma_fields(values)),
+        **(base_fields(values | inner) | gemma_fields(values)),
         qk_norm=True,
         local_rope_theta=local_theta,
         full_attention_layers=full_layers(values, default),

@@ -22,7 +22,8 @@ NAMES = LayerNames(gate_up=("mlp.gate_up_proj",))
 def read(config: Mapping[str, Any], name: str = "glm", names: LayerNames = NAMES) -> Architecture:
     values = merged(config, DEFAULTS)
     bias = values["attention_bias"]
-    return Architecture(name, **base_fields(values), attention_bias=bias, rope_interleaved=True, names=names)
+    fields = base_fields(values, rotates_parts=True)
+    return Architecture(name, **fields, attention_bias=bias, rope_interleaved=True, names=names)
 
 
 def read_gguf(fields: GgufFields, name: str = "glm", names: LayerNames = NAMES) -> Architecture:

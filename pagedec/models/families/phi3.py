@@ -26,10 +26,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
     rope = dict(rope_parameters(values))
     if rope.get("rope_type", rope.get("type")) in LONGROPE_NAMES:
         rope["rope_type"] = "longrope"
-    rope.pop("original_max_position_embeddings", None)  # as transformers has it, the field beside it counts
-    fields = base_fields(
-        values | {"rope_scaling": {}, "rope_parameters": {"rope_theta": values.get("rope_theta", 10000.0), **rope}}
-    )
+    parameters = {"rope_theta": values.get("rope_theta", 10000.0), **rope}
+    fields = base_fields(values | {"rope_scaling": {}, "rope_parameters": parameters}, rotates_parts=True)
     return Architecture("phi3", **fields, sliding_window=values.get("sliding_window"), names=NAMES)
 
 
