@@ -1,6 +1,6 @@
 """Paged attention on a device next to a copy of as many bytes: decoding by size of KV, beams on a prompt, prefill.
 
-    python benchmarks/gpu_attention.py [--smoke] [--isa NAME] [--no-torch]
+    python benchmarks/gpu_attention.py [--smoke] [--isa NAME] [--no-torch] [--against FOLDER ...]
 
 One run is the layers of a model over caches of their own, as one recording; times are of one layer. Blocks lie in
 random order. KV is in bf16, and in bytes (kv_cache_dtype int8 and fp8). torch has contiguous copies of bf16, decodes
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from common import Timing, table
-from gpu_common import Device, arguments_of, beside, micro, percent
+from gpu_common import Device, beside, micro, others_of, parser_of, percent
 
 from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Dtype, KvKind
 from pagedec.kernels.reference_cache import SCALE_BYTES
@@ -150,7 +150,12 @@ def peers(device: Device, case: Case) -> tuple[Timing | None, Timing | None]:
     return per_layer[0], per_layer[1]
 
 
-def decode(device: Device, case: Case, copy: float) -> list[object]:
+def times(ours: Timing, case: Case, others: list[Device]) -> list[str]:
+    """How many times as long each other build takes."""
+    return [beside(ours, Ours(other, case).timing()) for other in others]
+
+
+def decode(device: Device, others: list[Device], case: Case, copy: float) -> list[object]:
     ours = Ours(device, case)
     timing, plan = ours.timing(), ours.plan_seconds()
     del ours
@@ -159,28 +164,32 @@ def decode(device: Device, case: Case, copy: float) -> list[object]:
     return [
         f"{case.num_branches} x {case.kv_len}", case.numbers, case.head_dim, case.block, f"{case.kv_bytes / 2**20:.4g}",
         micro(timing.median), f"{rate:.4g}", percent(rate / copy), micro(plan), beside(timing, sdpa),
-        beside(timing, flash), f"{timing.spread:.3f}",
+        beside(timing, flash), *times(timing, case, others), f"{timing.spread:.3f}",
     ]  # fmt: skip
 
 
-def beams(device: Device, shared: Case) -> list[list[object]]:
+def beams(device: Device, others: list[Device], shared: Case) -> list[list[object]]:
     """Branches on a prompt, and the same lengths in tables that share nothing."""
     apart = replace(shared, shared=0)
     together, alone = Ours(device, shared).timing(), Ours(device, apart).timing()
     name = f"{shared.num_branches} on {shared.shared}, {shared.kv_len - shared.shared} each"
     return [
-        [name, f"{case.kv_bytes / 2**20:.4g}", micro(timing.median), f"{alone.median / timing.median:.2f}"]
+        [
+            name, f"{case.kv_bytes / 2**20:.4g}", micro(timing.median), f"{alone.median / timing.median:.2f}",
+            *times(timing, case, others),
+        ]
         for case, timing in ((shared, together), (apart, alone))
-    ]
+    ]  # fmt: skip
 
 
-def prefill(device: Device, case: Case, dots: float) -> list[object]:
+def prefill(device: Device, others: list[Device], case: Case, dots: float) -> list[object]:
     ours = Ours(device, case)
     timing, plan = ours.timing(), ours.plan_seconds()
     rate = 1e-12 * case.flops / timing.median
     numbers = [micro(timing.median), f"{rate:.4g}", percent(rate / dots), micro(plan)]
     sdpa = peers(device, case)[0]
-    return [case.num_rows, case.kv_len, case.numbers, *numbers, beside(timing, sdpa), f"{timing.spread:.3f}"]
+    shown = [case.num_rows, case.kv_len, case.numbers, *numbers, beside(timing, sdpa)]
+    return [*shown, *times(timing, case, others), f"{timing.spread:.3f}"]
 
 
 def in_bytes(case: Case) -> list[Case]:
@@ -213,27 +222,19 @@ def cases(smoke: bool) -> tuple[list[Case], list[Case], list[Case]]:
 
 
 def main() -> None:
-    device = Device(arguments_of(__doc__))
+    arguments = parser_of(__doc__, has_builds=True).parse_args()
+    device, builds = Device(arguments), others_of(arguments)
+    others, named = list(builds.values()), [f"{name} / ours" for name in builds]
     copy = device.head("Attention, 32 query heads on 8 KV heads, bf16, KV in bf16 and in bytes")
     decoding, prompts, filling = cases(device.smoke)
-    columns = [
-        "branches x tokens",
-        "KV",
-        "head",
-        "block",
-        "KV MiB",
-        "us",
-        "GB/s",
-        "of the copy",
-        "plan us",
-        "torch / ours",
-    ]
-    table([*columns, "flash-attn / ours", "spread"], (decode(device, case, copy) for case in decoding))
-    columns = ["beams", "KV MiB", "us", "apart / this"]
-    table(columns, (row for case in prompts for row in beams(device, case)))
+    columns = ["branches x tokens", "KV", "head", "block", "KV MiB", "us", "GB/s", "of the copy", "plan us"]
+    columns += ["torch / ours", "flash-attn / ours", *named, "spread"]
+    table(columns, (decode(device, others, case, copy) for case in decoding))
+    columns = ["beams", "KV MiB", "us", "apart / this", *named]
+    table(columns, (row for case in prompts for row in beams(device, others, case)))
     dots = device.dot_rate()
-    columns = ["rows", "tokens", "KV", "us", "TFLOP/s", "of registers' rate", "plan us", "torch / ours", "spread"]
-    table(columns, (prefill(device, case, dots) for case in filling))
+    columns = ["rows", "tokens", "KV", "us", "TFLOP/s", "of registers' rate", "plan us", "torch / ours", *named]
+    table([*columns, "spread"], (prefill(device, others, case, dots) for case in filling))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Times are wall clock around as many calls as take some 20 ms and a wait for the last one; the median of seven is quoted.
 What is read again and again is larger than a device's second cache (60 MB on an H200), or the cache would be measured.
+With --against the kernels of other builds are timed in the same run, each in a context of its own on the same device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from ctypes import Structure
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -31,14 +33,17 @@ HALVES = {"bfloat16": (torch.bfloat16, Dtype.BF16, "bf16"), "float16": (torch.fl
 Run = Callable[[], object]
 
 
-def parser_of(text: str | None, *, has_dtype: bool = False) -> argparse.ArgumentParser:
-    """What all of them take; has_dtype: and what those take that measure either kind of 16 bits."""
+def parser_of(text: str | None, *, has_dtype: bool = False, has_builds: bool = False) -> argparse.ArgumentParser:
+    """What all of them take; has_dtype, has_builds: and what those take that measure either kind of 16 bits, and the
+    kernels of other builds."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the emulated device: that it runs at all")
     parser.add_argument("--isa", choices=(*ISAS, *DEVICES), help="kernel library (cuda; with --smoke, cuda_emulated)")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out, also where it has the device")
     if has_dtype:
         parser.add_argument("--dtype", choices=tuple(HALVES), default="bfloat16", help="numbers that are computed in")
+    if has_builds:
+        parser.add_argument("--against", type=Path, nargs="+", default=[], help="folders with other builds' libraries")
     return parser
 
 
@@ -48,12 +53,13 @@ def arguments_of(text: str | None, argv: Sequence[str] | None = None, *, has_dty
 
 
 class Device:
-    """One device: its kernels, its memory, its clock."""
+    """One device: its kernels, of a folder where one is given, its memory, its clock."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path | None = None) -> None:
         self.smoke = arguments.smoke
         self.dtype, self.code, self.kind = HALVES[getattr(arguments, "dtype", "bfloat16")]
-        self.backend = DeviceBackend(load(arguments.isa or (EMULATED_DEVICE if self.smoke else CUDA)), self.dtype)
+        name = arguments.isa or (EMULATED_DEVICE if self.smoke else CUDA)
+        self.backend = DeviceBackend(load(name, folder), self.dtype)
         self.library, self.context = self.backend.library, self.backend.context
         # a sanitizer, too, sees the end of an array that has memory of its own
         self.memory = DeviceMemory(self.context, 0) if self.smoke else self.backend.memory
@@ -161,6 +167,11 @@ class Device:
     def copies(self, num_bytes: int, most: int = 64) -> int:
         """How many of something make more than the caches hold."""
         return 2 if self.smoke else max(1, min(most, -(-BEYOND_CACHES // num_bytes)))
+
+
+def others_of(arguments: argparse.Namespace) -> dict[str, Device]:
+    """The same device by the kernels of each other build, by what tables call it: its folder's name."""
+    return {folder.resolve().name: Device(arguments, folder) for folder in arguments.against}
 
 
 def micro(seconds: float) -> str:

@@ -1,22 +1,26 @@
 """Whole steps of an engine on a device: Llama-3.1-8B with random weights, next to a copy of what a step must read.
 
     python benchmarks/gpu_decode.py [--smoke] [--isa NAME] [--dtype float16] [--attention-backend NAME]
+                                    [--against FOLDER ...]
 
 A step gives every sequence of the batch a token, planned while the one before runs or behind its answers (`ahead`).
 `device`: its program alone, repeated, without the read-out; `host`: plan and settle; `waits`: the host for the device;
 `floor`: weights and KV at the speed of a copy. Weights are parts of one random
 tensor: what they are costs no time, and making 16 GB of them would. With another package's attention blocks are of 256
-tokens; to compare, --block-size 256 gives our own kernel the same.
+tokens; to compare, --block-size 256 gives our own kernel the same. The kernels of other builds have an engine each, one
+behind the other.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -97,7 +101,7 @@ def begin(engine: Engine, batch: int, prompt: int) -> float:
     return time.perf_counter() - began
 
 
-def line(device: Device, llm: LLM, batch: int, prompt: int, is_ahead: bool, copy: float) -> list[object]:
+def line(device: Device, llm: LLM, build: str, batch: int, prompt: int, is_ahead: bool, copy: float) -> list[object]:
     engine = llm.engine
     engine.drain()
     engine.steps.is_ahead = is_ahead
@@ -125,41 +129,41 @@ def line(device: Device, llm: LLM, batch: int, prompt: int, is_ahead: bool, copy
     kv = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim * batch * (prompt + steps // 2)
     step, floor = Timing(tuple(seconds)), (weight_bytes(arch) + kv) / copy * 1e-9
     return [
-        batch, prompt, "yes" if is_ahead else "no", f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}",
+        build, batch, prompt, "yes" if is_ahead else "no", f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}",
         f"{batch / step.median:.0f}", f"{Timing(tuple(alone)).median * 1e3:.3f}", f"{host * 1e3:.3f}",
         f"{waits * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{step.median / floor:.2f}", f"{step.spread:.3f}",
     ]  # fmt: skip
 
 
 def main() -> None:
-    parser = parser_of(__doc__, has_dtype=True)
+    parser = parser_of(__doc__, has_dtype=True, has_builds=True)
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     parser.add_argument("--block-size", type=int, help="tokens in a block (16; with another package's attention, 256)")
     arguments = parser.parse_args()
     device = Device(arguments)
     copy = device.head(f"Decoding: Llama-3.1-8B's shape, random weights, {device.kind}")
     cases = [(1, 1024), (16, 1024), (64, 1024)] if not device.smoke else [(1, 20), (3, 20)]
-    began = time.perf_counter()
+    columns = ["build", "batch", "prompt", "ahead", "prefill tokens/s", "step ms", "tokens/s"]
+    columns += ["device ms", "host ms", "waits ms", "floor ms", "step / floor", "spread"]
+    table(columns, lines(device, arguments, cases, copy))
+
+
+def lines(
+    device: Device, arguments: argparse.Namespace, cases: list[tuple[int, int]], copy: float
+) -> Iterator[list[object]]:
     # with what all may still need in view, a scheduler holds the last ones back where there is just enough
     num_tokens = max(batch * (prompt + STEPS + 256) for batch, prompt in cases)
-    block_size = arguments.block_size or (256 if arguments.attention_backend in ATTENTION_PACKAGES else 16)
     backend = arguments.attention_backend
-    llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens, backend, block_size)
-    print(f"loaded in {time.perf_counter() - began:.1f} s\n")
-    columns = [
-        "batch",
-        "prompt",
-        "ahead",
-        "prefill tokens/s",
-        "step ms",
-        "tokens/s",
-        "device ms",
-        "host ms",
-        "waits ms",
-    ]
-    rows = (line(device, llm, *case, is_ahead, copy) for case in cases for is_ahead in (False, True))
-    table([*columns, "floor ms", "step / floor", "spread"], rows)
-    llm.close()
+    block_size = arguments.block_size or (256 if backend in ATTENTION_PACKAGES else 16)
+    for folder in (None, *arguments.against):
+        if folder is not None:
+            os.environ["PAGEDEC_LIB_DIR"] = str(folder.resolve())
+        llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens, backend, block_size)
+        build = "this" if folder is None else folder.resolve().name
+        for case in cases:
+            for is_ahead in (False, True):
+                yield line(device, llm, build, *case, is_ahead, copy)
+        llm.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Linear layers of Llama-3.1-8B on a device: bandwidth of the weights and arithmetic, next to a copy and to torch.
 
     python benchmarks/gpu_linear.py [--smoke] [--isa NAME] [--no-torch] [--dtype float16] [--beside q4_k int8 ...]
+                                    [--against FOLDER ...]
 
 One run is as many layers of a shape, one behind the other in one recording, as no cache holds; times are of one, and
 torch's are of a recording, too. GB/s are of the bytes that the weights are packed in.
@@ -9,12 +10,12 @@ torch's are of a recording, too. GB/s are of the bytes that the weights are pack
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from common import Timing, table
-from gpu_common import Device, beside, micro, parser_of, percent
+from gpu_common import Device, beside, micro, others_of, parser_of, percent
 
 from pagedec.kernels.blocks import LAYOUTS
 from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, Quantization, Segment
@@ -88,7 +89,9 @@ class Layers:
     def _of_one(self, timing: Timing) -> Timing:
         return Timing(tuple(seconds / self.copies for seconds in timing.seconds))
 
-    def line(self, rows: int, copy: float, plain: Timing | None) -> tuple[list[object], Timing]:
+    def line(
+        self, rows: int, copy: float, plain: Timing | None, others: Sequence[Layers]
+    ) -> tuple[list[object], Timing]:
         ours, products = self.timing(rows), self.n * self.k
         rate = 1e-9 * self.num_bytes / ours.median
         numbers = [
@@ -99,34 +102,35 @@ class Layers:
         ]
         peer = beside(ours, self.peer(rows) if self.kind is None else None)
         shown = [self.name, f"{self.n} x {self.k}", self.kind or self.device.kind, rows]
-        return [*shown, *numbers, beside(ours, plain), peer, f"{ours.spread:.3f}"], ours
+        builds = [beside(ours, other.timing(rows)) for other in others]
+        return [*shown, *numbers, beside(ours, plain), peer, *builds, f"{ours.spread:.3f}"], ours
 
 
-def lines(device: Device, copy: float, kinds: list[str]) -> Iterator[list[object]]:
+def lines(device: Device, others: list[Device], copy: float, kinds: list[str]) -> Iterator[list[object]]:
     shapes, counts = (SHAPES, ROWS) if not device.smoke else ({"o": (64, 256), "down": (40, 512)}, [1, 17, 40])
     for name, shape in shapes.items():
         plain: dict[int, Timing] = {}
         for kind in (None, *kinds):
-            layers = Layers(device, name, shape, counts, kind)
+            layers, *beside_it = (Layers(each, name, shape, counts, kind) for each in (device, *others))
             for rows in layers.rows:
-                line, timing = layers.line(rows, copy, plain.get(rows))
+                line, timing = layers.line(rows, copy, plain.get(rows), beside_it)
                 plain.setdefault(rows, timing)
                 yield line
-            del layers
+            del layers, beside_it
             if device.torch is not None:
                 torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = parser_of(__doc__, has_dtype=True)
+    parser = parser_of(__doc__, has_dtype=True, has_builds=True)
     choices = [*INT8_KINDS, *LAYOUTS]
     parser.add_argument("--beside", nargs="+", choices=choices, default=[], help="kinds of small weights to time, too")
     arguments = parser.parse_args()
-    device = Device(arguments)
+    device, others = Device(arguments), others_of(arguments)
     copy = device.head(f"Linear layers of Llama-3.1-8B, {device.kind}")
     columns = ["layer", "outputs x inputs", "weights", "rows", "us", "GB/s of weights", "of the copy", "TFLOP/s"]
-    columns += [f"{device.kind} / it", "torch / it", "spread"]
-    table(columns, lines(device, copy, arguments.beside))
+    columns += [f"{device.kind} / it", "torch / it", *(f"{name} / it" for name in others), "spread"]
+    table(columns, lines(device, list(others.values()), copy, arguments.beside))
 
 
 if __name__ == "__main__":

@@ -22,19 +22,24 @@ from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import cuda_library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROWS = {"copy": 9, "attention": 9, "linear": 24, "readout": 24, "decode": 4, "ranks": 2}
+ROWS = {"copy": 9, "attention": 9, "linear": 24, "readout": 24, "decode": 8, "ranks": 2}
 """Of all tables of each."""
 MORE = {"linear": ["--dtype=float16", "--beside", "q6_k", "q4_k", "int8_weight_only"], "decode": ["--dtype=float16"]}
 """What those are told that measure more where they are told to."""
+BUILDS = {"linear": "{} / it", "attention": "{} / ours", "decode": "build"}
+"""Those that time other builds, and the column for one of them."""
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", [f"gpu_{name}.py", "--smoke", *MORE.get(name, [])])
+    folder = cuda_library.path().parent
+    builds = ["--against", str(folder)] if name in BUILDS else []
+    monkeypatch.setattr(sys, "argv", [f"gpu_{name}.py", "--smoke", *MORE.get(name, []), *builds])
     monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)  # decode sets it and makes weights of its own:
     monkeypatch.setattr(dummy, "_random_normal", dummy._random_normal)  # both are put back,
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(folder))
     monkeypatch.setenv("PAGEDEC_LINK", "memory")  # and what ranks sets
     runpy.run_path(str(BENCHMARKS / f"gpu_{name}.py"), run_name="__main__")
     told = capsys.readouterr().out
@@ -44,6 +49,8 @@ def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys
     rows = [line for i, line in enumerate(lines) if line.startswith("| ") and i + 1 not in rules]
     assert rules and len(rows) == ROWS[name], told
     assert all(re.search(r"\| [0-9][0-9.e+]* \|", row) and "nan" not in row for row in rows), told
+    heads = [line for i, line in enumerate(lines) if i + 1 in rules]
+    assert all(f"| {BUILDS[name].format(folder.name)} |" in head for head in heads if name in BUILDS), told
 
 
 def test_a_table_that_is_cut_keeps_its_rows(
