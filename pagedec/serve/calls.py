@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,6 +50,8 @@ class Rpc:
     meant: Callable[[Exception], Exception] = as_it_is
     metadata: dict[str, Any] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
+    has_begun: bool = False
+    """Its initial metadata was sent."""
 
     def note(self, request_id: str) -> None:
         """It has begun a request."""
@@ -164,6 +166,7 @@ class Calls(grpc.aio.ServerInterceptor):
         """Returns when the client's window has room; what is said meanwhile is merged by whoever says it."""
         try:
             async with asyncio.timeout(self._send_timeout):
+                await begin_answers()
                 await context.write(message)
         except TimeoutError:
             problem = f"nothing was read for {self._send_timeout:g} seconds, the server's send_timeout"
@@ -223,7 +226,17 @@ def failure(error: Exception, call: Rpc) -> status_pb2.Status:
 async def echo(request_id: str) -> None:
     """Tell the client of the call that runs, before anything else, what he calls his request."""
     if 0 < len(request_id) <= SHOWN_ID and request_id.isascii() and request_id.isprintable():
-        await RPC.get().context.send_initial_metadata(((REQUEST_ID, request_id),))
+        await begin_answers(((REQUEST_ID, request_id),))
+
+
+async def begin_answers(metadata: Sequence[tuple[str, str]] = ()) -> None:
+    """Send the initial metadata of the call that runs, if it was not sent. It waits for no reader. Left to the first
+    message it would be sent with the status once more where nobody reads that message, and gRPC's library sends neither
+    then: the call would not end."""
+    call = RPC.get()
+    if not call.has_begun:
+        call.has_begun = True
+        await call.context.send_initial_metadata(metadata)
 
 
 def peer_of(context: Any) -> str:

@@ -174,15 +174,20 @@ class Untimed:
         return None
 
 
-def test_who_reads_nothing_is_ended_and_holds_up_nobody(serve: Serve) -> None:
+@pytest.mark.parametrize("blocked", ["a later message", "the first message"])
+def test_who_reads_nothing_is_ended_and_holds_up_nobody(serve: Serve, blocked: str) -> None:
     serving = serve(engine=LARGE, send_timeout=0.5)
     own = parameters(16000, temperature=0.0)
     own.stopping.ignore_eos, own.reports.logprobs = True, 20
+    asked = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own, client_request_id="lazy")
+    if blocked == "the first message":
+        asked = pb.GenerateStreamRequest(prompt=prompt([5] * 100), parameters=greedy(1))
+        asked.parameters.reports.prompt_logprobs = 20
     few = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
     with grpc.insecure_channel(f"127.0.0.1:{serving.server.port}", few) as channel:
         path = "/pagedec.v1.GenerationService/GenerateStream"
         stub = channel.unary_stream(path, pb.GenerateStreamRequest.SerializeToString)
-        lazy = stub(pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own, client_request_id="lazy"))
+        lazy = stub(asked, timeout=20)
         quick = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=greedy(30))
         deadline = time.monotonic() + 20
         while not serving.server.gateway.running:
