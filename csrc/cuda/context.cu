@@ -222,10 +222,12 @@ int32_t pd_num_threads(const pd_context *context) {
   return context ? context->num_multiprocessors : fail("pd_num_threads: context is NULL");
 }
 #if !defined(__CUDACC__)
-// For tests: in which order threads run; a device that fails for ever, until it is told otherwise; one of another
-// compute capability than kernels are built for, which is 8; which is this thread's, from now on if it is one; and
-// whether one has a context, not counting what was before it was last told that it has none.
+// For tests: in which order threads run; whether kernels that may begin early do; a device that fails for ever, until
+// it is told otherwise; one of another compute capability than kernels are built for, which is 8; which is this
+// thread's, from now on if it is one; and whether one has a context, not counting what was before it was last told that
+// it has none.
 PD_EXPORT void pd_emulate_seed(uint64_t seed) { emulate::set_seed(seed); }
+PD_EXPORT void pd_emulate_early(int32_t begins) { emulate::begin_early(begins); }
 PD_EXPORT void pd_emulate_lost(int32_t is_lost) { emulate::lose(is_lost); }
 PD_EXPORT void pd_emulate_capability(int32_t major) { emulate::set_capability(major); }
 PD_EXPORT int32_t pd_emulate_device(int32_t device) {

@@ -165,11 +165,12 @@ int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...),
   if (grid.shared_bytes > on.max_shared_bytes) return launched(name, cudaErrorInvalidValue);
   if (emulate::device_now() != on.device) return launched(name, cudaErrorInvalidResourceHandle);
   emulate::put((cudaStream_t)on.stream, [=, blocks = num_blocks(c, grid)] {
-    const std::string problem =
-        emulate::run(blocks, grid.threads, grid.shared_bytes, grid.cluster, [&] {
-          kernel(arguments...);
-          if (is_early) emulate::check_awaited();
-        });
+    const auto body = [&] {
+      kernel(arguments...);
+      if (is_early) emulate::check_awaited();
+    };
+    emulate::Before *before = emulate::before_kernel(on.stream, is_early);
+    const std::string problem = emulate::run(blocks, grid.threads, grid.shared_bytes, grid.cluster, body, before);
     return problem.empty() ? problem : std::string(name) + ": " + problem;
   });
   return launched(name, cudaGetLastError());

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,14 @@ def shuffle(library: Library, seed: int) -> None:
     """Let threads of the emulated device run in another order; a real one has its own."""
     if library.isa == EMULATED_DEVICE:
         library.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+
+
+@contextmanager
+def early(library: Library) -> Iterator[None]:
+    """Kernels of the emulated device that may begin early do: what they find in its memory until they wait is what was
+    there before the kernels in front of them."""
+    library.functions.pd_emulate_early(ctypes.c_int32(1))
+    try:
+        yield
+    finally:
+        library.functions.pd_emulate_early(ctypes.c_int32(0))

@@ -3,6 +3,8 @@
 from tests.kernels import emulated_warpgroups
 
 _OF_WARPS = """
+#include <algorithm>
+#include "cuda/emulate/memory.h"
 #include "cuda/matrix.h"
 using namespace pagedec;
 static int lane() { return thread_index() % kWarp; }
@@ -248,6 +250,27 @@ void not_awaited(float *out) {  // as a launch that may begin early looks at its
   if (thread_index() != 70) await_kernels();
   emulate::check_awaited();
 }
+float *kept;  // memory of the device: 1 when kernels in front began, 2 when they are through
+void found_early(float *out) {
+  const float before = kept[thread_index()];
+  await_kernels();
+  out[thread_index()] = before + 16.0f * kept[thread_index()];
+  kept[thread_index()] = 2.0f;
+}
+void copied_early(float *out) {
+  SHARED_ARRAY(float, values, 128);
+  if (thread_index() < 32) begin_copy(values.at(4 * lane()), kept + 4 * lane(), true);
+  end_copy_group();
+  await_kernels();
+  await_copies<0>();
+  sync_block();
+  out[thread_index()] = values[thread_index()];
+}
+void written_early(float *out) {
+  kept[thread_index()] = 2.0f;
+  await_kernels();
+}
+#define EARLY_KERNELS(X) X(found_early) X(copied_early) X(written_early)
 void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.0f; }
 
 #define KERNELS(X)                                                                                         \\
@@ -266,10 +289,23 @@ extern "C" const char *run(const char *name, int blocks, int threads, uint64_t s
   for (int i = 0; i < 256; i++) given[i] = (float)i;
   give_operands();
   emulate::set_seed(seed);
-#define X(kernel) \\
-  if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, 1, [&] { kernel(out); });
+#define RUN(kernel, cluster, before) \\
+  if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, cluster, [&] { kernel(out); }, before);
+#define X(kernel) RUN(kernel, 1, nullptr)
   KERNELS(X)
   GROUP_KERNELS(X)
+#undef X
+#define X(kernel) RUN(kernel, 2, nullptr)
+  PAIR_KERNELS(X)
+#undef X
+  const emulate::Opened opened;
+  kept = (float *)emulate::allocate(128 * sizeof(float));
+  std::fill(kept, kept + 128, 1.0f);
+  emulate::Before before;
+  std::fill(kept, kept + 128, 2.0f);
+#define X(kernel) RUN(kernel, 1, &before)
+  EARLY_KERNELS(X)
+  emulate::release(kept);
   return problem.c_str();
 }
 """

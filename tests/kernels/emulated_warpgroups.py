@@ -216,9 +216,52 @@ void one_too_many(float *out) {
   sync_block();
   arrive(stage.barriers, 0);
 }
+// Of two blocks that run together.
+static void bring_to_both(const Stage &stage) {
+  if (thread_index() > 0) return;
+  expect(stage.barriers, 0, 4096);
+  arrive(stage.barriers, 0);
+  for (int i = 0; i < 2 && cluster_rank() == 0; i++)
+    begin_tensor_copies(stage.bytes.at(2048 * i), map_of_both, 0, 0, i, 0, stage.barriers, 0, 3);
+}
+void brought_to_both(float *out) {
+  STAGED(stage);
+  sync_cluster();
+  bring_to_both(stage);
+  await_barrier(stage.barriers, 0, 0);
+  multiply(stage, sums);
+  multiply(stage, sums, 2048, true);
+  await_products<0>();
+  tell(out, sums);
+  if (thread_index() < 64) arrive_at(stage.barriers, 1, 0);
+  if (cluster_rank() == 0) await_barrier<true>(stage.barriers, 1, 0);
+  sync_cluster();
+}
+void left_too_soon(float *out) {
+  STAGED(stage);
+  sync_cluster();
+  if (thread_index() == 0) arrive_at(stage.barriers, 0, 1 - cluster_rank());
+}
+void told_too_soon(float *out) {
+  STAGED(stage);
+  if (thread_index() == 0) arrive_at(stage.barriers, 0, 1 - cluster_rank());
+  sync_cluster();
+}
+void brought_too_soon(float *out) {
+  STAGED(stage);
+  bring_to_both(stage);
+  await_barrier(stage.barriers, 0, 0);
+  sync_cluster();
+}
+void begun_meanwhile(float *out) {
+  SHARED_ARRAY(uint64_t, barriers, 1);
+  if (thread_index() == 0) begin_barrier(barriers, 0, 128);
+  arrive(barriers, 0);
+}
+#define PAIR_KERNELS(X) X(brought_to_both) X(left_too_soon) X(told_too_soon) X(brought_too_soon)
 #define GROUP_KERNELS(X)                                                                                    \\
   X(grouped) X(sums_too_soon) X(sums_of_one_group_too_soon) X(copied_by_threads) X(copied_again)            \\
   X(reversed_in_group) X(groups_race) X(half_a_group) X(not_waited_for) X(nothing_there) X(not_fenced)        \\
   X(not_told) X(multiplied_and_copied_to) X(not_said_to_be_free) X(different_operands) X(products_left)      \\
-  X(not_begun) X(operand_outside) X(tensor_left) X(tensor_askew) X(never_there) X(one_too_many)
+  X(begun_meanwhile) X(not_begun) X(operand_outside) X(tensor_left) X(tensor_askew) X(never_there) X(one_too_many)
 """

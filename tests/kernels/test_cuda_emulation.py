@@ -21,6 +21,7 @@ from tests.kernels.test_library import compiler
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="fibers of x86-64")
 Run = Callable[..., tuple[str, np.ndarray]]
+DEVICE = ("machine", "memory", "stream", "undefined", "warpgroup")
 
 
 def compiled_or_source(name: str) -> str:
@@ -39,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     flags = ["-std=gnu++20", "-O1", "-shared", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'include'}"]
     compiled = [compiler(), *flags, f"-fsanitize={checks}", "-c", str(place / "kernels.cpp")]
     subprocess.run([*compiled, "-o", str(place / "kernels.o")], check=True)
-    device = [compiled_or_source(f"cuda/emulate/{name}.cpp") for name in ("machine", "undefined", "warpgroup")]
+    device = [compiled_or_source(f"cuda/emulate/{name}.cpp") for name in DEVICE]
     subprocess.run([compiler(), *flags, str(place / "kernels.o"), *device, "-o", str(place / "kernels.so")], check=True)
     function = ctypes.CDLL(str(place / "kernels.so")).run
     function.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
@@ -79,7 +80,9 @@ RIGHT = {
     "counted": np.full(128, THREADS.sum() + 1),
     "loaded_whole": 4 * (THREADS % 32) + THREADS % 4,
     "some_leave": np.where(THREADS < 64, 2.0, 1.0),
-    **dict.fromkeys(["grouped", "copied_by_threads", "copied_again"], GROUPED),
+    "found_early": np.full(128, 33.0),
+    "copied_early": np.full(128, 1.0),
+    **dict.fromkeys(["grouped", "copied_by_threads", "copied_again", "brought_to_both"], GROUPED),
     **dict.fromkeys(["sums_too_soon", "sums_of_one_group_too_soon"], np.full(128, np.nan)),
     "reversed_in_group": THREADS[::-1],
 }
@@ -88,7 +91,7 @@ RIGHT = {
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("kernel", RIGHT)
 def test_what_is_right(run: Run, kernel: str, seed: int) -> None:
-    problem, out = run(kernel, seed=seed, blocks=3, threads=32 if kernel in ("multiplied", "transposed") else 128)
+    problem, out = run(kernel, seed=seed, blocks=4, threads=32 if kernel in ("multiplied", "transposed") else 128)
     assert problem == ""
     assert np.array_equal(out, RIGHT[kernel].astype(np.float32), equal_nan=True)
 
@@ -147,6 +150,10 @@ WRONG = {
     "tensor_askew": "a copy of a tensor that is not aligned",
     "never_there": "threads wait for ever: 0 for their block, 0 for their warp, 128 for a barrier",
     "one_too_many": "more arrive at a barrier than it counts",
+    "written_early": "memory is written that kernels in front may use",
+    "begun_meanwhile": "a barrier that was (not begun|begun meanwhile)",
+    **dict.fromkeys(["told_too_soon", "brought_too_soon"], "a barrier that was (not begun|begun meanwhile)"),
+    "left_too_soon": "others reach into a block that ends|block [01] of those that run together has ended",
 }
 
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/emulate/memory.h"
 #include "cuda/emulate/warpgroup.h"
 
 #if !defined(__x86_64__)
@@ -47,7 +48,7 @@ constexpr size_t STACK_BYTES = 64 << 10;
 constexpr size_t MEET_AND_ORDER = 0, RELEASE = 65, FIRST_MEETING = 66;  // in place of the size of what lanes give
 constexpr int64_t GRANULE = 2;  // bytes: the smallest value that kernels keep in shared memory
 
-enum class Waits { nothing, block, group, warp, cluster, barrier, over };
+enum class Waits { nothing, block, group, warp, cluster, barrier, kernels, over };
 
 struct Fiber {
   void *stack_pointer = nullptr;
@@ -64,27 +65,24 @@ struct Warp {
   uint32_t order_round = 0;  // meetings so far that order memory between lanes: no shuffle and no product does
 };
 
-struct Access {  // the last of its kind to a granule: by whom, and how many meetings that order memory he had had
-  int32_t thread = -1;
-  uint32_t cluster_round = 0, block_round = 0, group_round = 0, order_round = 0;
-};
 struct Block {
   int num_live = 0, num_arrived = 0;
   uint32_t round = 0;
   int64_t bytes = 0;  // of shared memory
+  uint32_t reached = 0;  // into by others: one more than how often all had met
 };
 struct Group {
   int num_arrived = 0;
   uint32_t round = 0;
 };
 struct Changes {  // atomic ones, which do one another no harm
-  Access last;
+  Moment last;
   bool many_warps = false;  // have made some since the block met
   bool many_lanes = false;  // of the last one's warp have, since they met
 };
 struct Shadow {
   Changes changes;
-  Access write, read;
+  Moment write, read;
   bool many_groups = false, many_warps = false;  // have read it since the block met, or their group
   bool many_lanes = false;                       // of the warp of `read` have, since they met
   bool is_coming = false;   // a copy has begun and is not over
@@ -113,6 +111,7 @@ struct Machine {
   int now = 0;  // the thread that runs
   int64_t launch_bytes = 0;  // of shared memory, that a launch gives
   Place place{};
+  Before *before = nullptr;  // what blocks find until they have waited for the kernels in front
   std::string problem;
   uint64_t seed = 1;
   std::mt19937_64 draw;
@@ -122,7 +121,7 @@ struct Machine {
   Group &group() { return groups[now / GROUP]; }
   int rank(int thread) const { return thread / place.num_threads; }
   Block &block() { return blocks[place.rank]; }
-  Access access() { return {now, cluster_round, block().round, group().round, warp().order_round}; }
+  Moment moment() { return {now, cluster_round, block().round, group().round, warp().order_round}; }
 };
 
 Machine m;        // not of each thread: to find it would cost more than most of what is done with it
@@ -162,9 +161,10 @@ void begin_fiber() {
   (*m.body)();
   if (!m.fiber().copies.empty()) fault("it ends with %d copies under way", (int)m.fiber().copies.size());
   under_way::end_thread();
+  Block &block = m.block();  // a barrier is for those that are left
+  if (block.num_live == 1 && block.reached > m.cluster_round) fault("others reach into a block that ends");
   m.fiber().waits = Waits::over;
   m.warp().num_live--;
-  Block &block = m.block();  // a barrier is for those that are left
   if (--block.num_live && block.num_arrived == block.num_live) end_block_meeting(m.place.rank);
   if (--m.num_live && m.num_arrived == m.num_live) end_cluster_meeting();
   for (;;) to_home();
@@ -184,7 +184,7 @@ void begin_blocks() {
   m.fibers.assign(num_threads, {});
   m.warps.resize((num_threads + WARP - 1) / WARP);
   m.groups.assign((num_threads + GROUP - 1) / GROUP, {});
-  for (Block &block : m.blocks) block.num_live = of_block, block.num_arrived = 0, block.round = 0;
+  for (Block &block : m.blocks) block = {of_block, 0, 0, block.bytes, 0};
   under_way::begin_block(num_threads);
   for (size_t w = 0; w < m.warps.size(); w++) {
     m.warps[w].num_arrived = 0, m.warps[w].order_round = 0;
@@ -211,8 +211,18 @@ std::string waiting() {
   return "threads wait for ever: " + text;
 }
 
+bool is_early() { return m.before && m.before->is_shown(); }
+// The kernels in front are through; and what memory was asked for meanwhile has come.
+void end_early() {
+  for (Fiber &fiber : m.fibers)
+    for (Copy &copy : fiber.copies) bring(copy);
+  if (!m.before->hide() && m.problem.empty()) m.problem = "memory is written that kernels in front may use";
+  wake(0, (int)m.fibers.size(), Waits::kernels);
+}
+
 void run_blocks(int first) {
   begin_blocks();
+  if (m.before) m.before->show();
   const int num_threads = (int)m.fibers.size();
   std::vector<int> ready;
   while (m.num_live && m.problem.empty()) {
@@ -224,8 +234,9 @@ void run_blocks(int first) {
       if (ready.empty()) continue;
     }
     if (ready.empty()) {
-      m.problem = waiting();
-      return;
+      if (!is_early()) return void(m.problem = waiting());
+      end_early();
+      continue;
     }
     if (m.seed) std::shuffle(ready.begin(), ready.end(), m.draw);
     for (int i : ready) {
@@ -238,11 +249,11 @@ void run_blocks(int first) {
   if (m.problem.empty()) m.problem = under_way::end_block();
 }
 
-bool is_of_before(const Access &a) {  // before this thread's block, or all, met
+bool is_of_before(const Moment &a) {  // before this thread's block, or all, met
   if (a.cluster_round < m.cluster_round) return true;
   return m.rank(a.thread) == m.place.rank && a.block_round < m.block().round;
 }
-bool is_ordered(const Access &before, int thread) {  // what that access did is known to this thread, or is its own
+bool is_ordered(const Moment &before, int thread) {  // what that access did is known to this thread, or is its own
   if (before.thread < 0 || before.thread == thread || is_of_before(before)) return true;
   const int group = before.thread / GROUP;
   if (group == thread / GROUP && before.group_round < m.groups[group].round) return true;
@@ -250,7 +261,7 @@ bool is_ordered(const Access &before, int thread) {  // what that access did is 
 }
 
 bool are_ordered(const Changes &all) {  // each of them before what this thread does next
-  const Access &last = all.last;
+  const Moment &last = all.last;
   if (last.thread < 0 || is_of_before(last)) return true;
   const bool unmet = last.thread / WARP == m.now / WARP && last.order_round == m.warp().order_round;
   return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.now);
@@ -258,34 +269,45 @@ bool are_ordered(const Changes &all) {  // each of them before what this thread 
 
 void note(Changes &all) {  // one more, by this thread
   const int thread = m.now;
-  const Access &last = all.last;
+  const Moment &last = all.last;
   const bool was = last.thread >= 0 && !is_of_before(last);
   const bool same_warp = was && last.thread / WARP == thread / WARP;
   const bool unmet = same_warp && last.order_round == m.warp().order_round;  // they have not met since
   all.many_warps = was && (all.many_warps || !same_warp);
   all.many_lanes = unmet && (all.many_lanes || last.thread != thread);
-  all.last = m.access();
+  all.last = m.moment();
 }
 
 }  // namespace
 
 const Place &place() { return m.place; }
 int number() { return m.now; }
+Moment moment() { return m.moment(); }
+bool is_known(const Moment &of) { return is_ordered(of, m.now); }
+void reach_into(int rank) {
+  if (rank == m.place.rank) return;
+  if (m.blocks[rank].num_live == 0) fault("block %d of those that run together has ended", rank);
+  m.blocks[rank].reached = m.cluster_round + 1;
+}
 void set_seed(uint64_t seed) { m.seed = seed; }
 bool is_running() { return is_running_now; }
-void await_kernels() { m.fiber().has_awaited = true; }
+void await_kernels() {
+  m.fiber().has_awaited = true;
+  if (is_early()) wait(Waits::kernels);
+}
 void check_awaited() {
   if (!m.fiber().has_awaited) fault("a kernel that may begin early has not awaited those before it");
 }
 
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body) {
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body,
+                Before *before) {
   if (num_threads < 1 || num_threads * cluster > MAX_THREADS)
     return "a block of " + std::to_string(num_threads) + " threads";
   if (num_blocks < 1) return "a grid of " + std::to_string(num_blocks) + " blocks";
   if (num_blocks % cluster || (cluster > 1 && num_threads % GROUP))
     return "a grid of " + std::to_string(num_blocks) + " blocks, " + std::to_string(cluster) + " together";
   const std::lock_guard<std::mutex> mine(turn);
-  m.body = &body;
+  m.body = &body, m.before = before;
   m.problem.clear();
   m.memory.clear(), m.shadows.clear(), m.regions.clear();
   m.blocks.assign(cluster, {});
@@ -302,6 +324,7 @@ std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int clust
     is_running_now = true;
     run_blocks(first);
     is_running_now = false;
+    if (is_early()) end_early();
     if (!m.problem.empty()) return "block " + std::to_string(m.place.block) + ": " + m.problem;
   }
   return "";
@@ -369,7 +392,7 @@ void touch_atomically(const char *where, int64_t bytes) {
   for (int64_t g = first / GRANULE; g <= last / GRANULE; g++) {
     Changes changes;
     std::swap(changes, m.shadows[g].changes);
-    const Access write = m.shadows[g].write;
+    const Moment write = m.shadows[g].write;
     touch(m.memory.data() + g * GRANULE, GRANULE, true);
     m.shadows[g].write = write;
     note(changes);
@@ -404,10 +427,10 @@ void touch(const char *where, int64_t bytes, bool is_write) {
   if (first < 0 || first + bytes > (int64_t)m.memory.size())
     fault("%lld bytes outside shared memory", (long long)bytes);
   const int thread = m.now;
-  const Access mine = m.access();
+  const Moment mine = m.moment();
   for (int64_t g = first / GRANULE; g < (first + bytes + GRANULE - 1) / GRANULE; g++) {
     Shadow &shadow = m.shadows[g];
-    const Access &read = shadow.read;
+    const Moment &read = shadow.read;
     const bool same_group = read.thread >= 0 && read.thread / GROUP == thread / GROUP;
     const bool group_met = same_group && !shadow.many_groups && read.group_round < mine.group_round;
     const bool was_read = read.thread >= 0 && !is_of_before(read) && !group_met;
@@ -447,11 +470,12 @@ void begin_copy(char *to, const char *from, int bytes, bool is_read) {
   set_coming(m.fiber().copies.back(), true);
 }
 
-void bring(const Copy &copy) {
+void bring(Copy &copy) {
+  if (std::exchange(copy.is_brought, true)) return;
   if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
   else memset(copy.to, 0, copy.bytes);
 }
-void end_copy(const Copy &copy) {
+void end_copy(Copy &copy) {
   set_coming(copy, false);
   bring(copy);
 }
@@ -461,7 +485,7 @@ void end_copy_group() { m.fiber().copy_group++; }
 void await_copies(int num_left) {
   Fiber &fiber = m.fiber();
   std::vector<Copy> under_way;
-  for (const Copy &copy : fiber.copies) {
+  for (Copy &copy : fiber.copies) {
     if (copy.group >= fiber.copy_group - num_left) {
       under_way.push_back(copy);
       continue;

@@ -26,15 +26,19 @@ struct Place {  // of the thread that runs
 const Place &place();
 int number();  // of the thread, among those of all blocks that run together
 
+class Before;  // memory.h
+
 // Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares;
-// `cluster` of them at a time run together. Empty, or what went wrong.
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body);
+// `cluster` of them at a time run together. `before`: what a block finds in memory until all of its threads wait for
+// the kernels in front, or for one another. Empty, or what went wrong.
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body,
+                Before *before = nullptr);
 
 // Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
 void set_seed(uint64_t seed);
 
-// A kernel that may begin before those in front of it are through must wait for them, in every thread: here nothing
-// begins early, and a thread that has ended without having waited is a fault.
+// A kernel that may begin before those in front of it are through must wait for them, in every thread: one that has
+// ended without having waited is a fault.
 void await_kernels();
 void check_awaited();
 
@@ -48,6 +52,15 @@ void sync_block();
 void sync_warp();
 void sync_group();    // of 128 threads, that is, four warps
 void sync_cluster();  // of all blocks that run together
+// Who did something, and how many meetings that order memory he had had.
+struct Moment {
+  int32_t thread = -1;
+  uint32_t cluster_round = 0, block_round = 0, group_round = 0, order_round = 0;
+};
+Moment moment();
+bool is_known(const Moment &);  // to this thread
+// Another block's shared memory is reached into, which must be there until that block has met all others.
+void reach_into(int rank);
 // Instructions that lanes carry out together, which orders no memory between them.
 enum class Meeting { begin_products, multiply_group, end_products, await_products };
 void meet_in(Meeting);
@@ -87,10 +100,11 @@ struct Copy {
   char *to;
   const char *from;  // NULL: zeros
   int bytes, group;
+  bool is_brought = false;
 };
-void bring(const Copy &);
+void bring(Copy &);
 std::vector<Copy> hand_over_copies();  // all that this thread has begun: another one ends them
-void end_copy(const Copy &);
+void end_copy(Copy &);
 
 template <class T>
 class SharedValue {  // one of an array: what a thread does with it is watched

@@ -2,7 +2,10 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
+#include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "cuda/emulate/stream.h"
@@ -69,6 +72,13 @@ class Device {
     if (--num_open_ == 0)
       for (const auto &[_, piece] : pieces_) protect(piece, false);
   }
+  std::vector<std::pair<char *, int64_t>> pieces() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::pair<char *, int64_t>> all;
+    for (const auto &[_, piece] : pieces_)
+      if (piece.pages) all.emplace_back(piece.pages, piece.num_bytes);
+    return all;
+  }
 
  private:
   static void protect(const Piece &piece, bool is_open) {
@@ -86,7 +96,40 @@ Device &device() {
 }
 thread_local bool is_alone_now = false;
 
+std::atomic<bool> is_early_now{false};
+struct Chain {  // of kernels of which each may begin before the one in front of it is through
+  const void *stream = nullptr;
+  std::unique_ptr<Before> before{};  // NULL: there is none
+};
+Chain &chain() {
+  static Chain &one = *new Chain;
+  return one;
+}
+
 }  // namespace
+
+Before::Before() : pieces_(device().pieces()), then_(all()) {}
+std::vector<char> Before::all() const {
+  std::vector<char> bytes;
+  for (const auto &[begin, size] : pieces_) bytes.insert(bytes.end(), begin, begin + size);
+  return bytes;
+}
+void Before::put(const std::vector<char> &bytes) {
+  const char *from = bytes.data();
+  for (const auto &[begin, size] : pieces_) memcpy(begin, from, size), from += size;
+}
+void Before::show() { now_ = all(), put(then_); }
+bool Before::hide() {
+  const bool is_right = all() == then_;
+  return put(now_), now_.clear(), is_right;
+}
+void begin_early(bool begins) { is_early_now = begins, forget_before(); }
+void forget_before() { chain().before = nullptr; }
+Before *before_kernel(const void *stream, bool is_early) {
+  if (is_early && chain().before && chain().stream == stream) return chain().before.get();
+  if (is_early_now) chain() = {stream, std::make_unique<Before>()};
+  return nullptr;
+}
 
 void *allocate(int64_t num_bytes) { return device().allocate(num_bytes); }
 bool release(void *begin) {

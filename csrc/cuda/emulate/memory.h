@@ -3,6 +3,8 @@
 // touch.
 #pragma once
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 namespace pagedec::emulate {
 
@@ -34,6 +36,27 @@ class Access {
 // This thread's device, whose the memory is that it takes.
 int device_now();
 void set_device(int);
+
+// Memory as it was when this was made, for a kernel that begins before those behind that are through.
+class Before {
+ public:
+  Before();
+  void show();
+  bool hide();  // and show what is there. False: somebody has written meanwhile
+  bool is_shown() const { return !now_.empty(); }
+
+ private:
+  std::vector<char> all() const;
+  void put(const std::vector<char> &);
+  std::vector<std::pair<char *, int64_t>> pieces_;
+  std::vector<char> then_, now_;
+};
+// For tests: from now on a kernel that may begin early finds memory, until it waits, as it was before the kernels that
+// may still be under way. Copies are always waited for.
+void begin_early(bool);
+// A kernel of a stream is about to be carried out: what it finds, if that is not what is there, or NULL.
+Before *before_kernel(const void *stream, bool is_early);
+void forget_before();  // what was put into a stream is through
 
 // Whether a record that this thread looks at may lead there.
 bool may_reach(const void *);

@@ -220,12 +220,12 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t num_bytes, cudaMe
   PD_FORBIDDEN();
   PD_FORBIDDEN(stream);
   if (way == cudaMemcpyDeviceToHost && pinned().holds(to)) memset(to, 0xff, num_bytes);
-  return put(stream, [=] { return memcpy(to, from, num_bytes), std::string(); }), cudaSuccess;
+  return put(stream, [=] { return forget_before(), memcpy(to, from, num_bytes), std::string(); }), cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *to, int byte, size_t num_bytes, cudaStream_t stream) {
   PD_FORBIDDEN();
   PD_FORBIDDEN(stream);
-  return put(stream, [=] { return memset(to, byte, num_bytes), std::string(); }), cudaSuccess;
+  return put(stream, [=] { return forget_before(), memset(to, byte, num_bytes), std::string(); }), cudaSuccess;
 }
 
 // ---- streams

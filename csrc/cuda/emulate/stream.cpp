@@ -120,6 +120,8 @@ void Stream::carry_out(uint64_t mark) {
     if (problem.empty()) continue;
     problem_ = std::move(problem), lost_from_ = num_done_ - 1, lost_to_ = drop();
   }
+  const std::lock_guard lock(queue_);
+  if (waiting_.empty()) forget_before();  // what comes now comes from a host that may know that all is through
 }
 bool Stream::next(uint64_t mark, Work &work) {
   const std::lock_guard lock(queue_);

@@ -21,7 +21,8 @@ void join(Clock &mine, const Clock &other) {
 struct Barrier {
   int count = 0, missing = 0, bytes = 0;  // bytes: expected and not come
   uint32_t phases = 0;                    // that are over
-  Clock told{}, seen{};                   // by those who arrived; by those who wait
+  Moment begun{};
+  Clock told{}, seen{};  // by those who arrived; by those who wait
 };
 enum class Is : uint8_t { nothing, coming, there };
 struct Line {
@@ -73,6 +74,7 @@ Thread &thread() { return s.threads[number()]; }
 Barrier &barrier_at(const void *at) {
   const auto found = s.barriers.find(at);
   if (found == s.barriers.end()) fault("a barrier that was not begun");
+  if (!is_known(found->second.begun)) fault("a barrier that was begun meanwhile: its threads have not met since");
   return found->second;
 }
 Line &line_at(int64_t byte) {
@@ -171,12 +173,13 @@ Sums &sums_of(Thread &mine, float *registers, int number) {
 
 uint32_t shared_address(const void *p) { return (uint32_t)(offset_of(p) % MAX_SHARED_BYTES); }
 const char *at_rank(const void *p, int rank) {
+  reach_into(rank);
   return shared_begin() + rank * MAX_SHARED_BYTES + shared_address(p);
 }
 
 void begin_barrier(const void *at, int count) {
   touch((const char *)at, 8, true);
-  if (!s.barriers.insert({at, {count, count}}).second) fault("a barrier that was begun before");
+  if (!s.barriers.insert({at, {count, count, 0, 0, moment()}}).second) fault("a barrier that was begun before");
 }
 void arrive(const void *at) {
   Barrier &barrier = barrier_at(at);
@@ -327,10 +330,10 @@ bool has_copies() { return !s.coming.empty(); }
 void bring_one(bool is_needed, uint64_t drawn) {
   if (!is_needed && drawn % 4) return;
   const size_t which = drawn / 4 % s.coming.size();
-  const Coming one = s.coming[which];
+  Coming one = s.coming[which];
   s.coming.erase(s.coming.begin() + which);
   Barrier &barrier = s.barriers[one.barrier];
-  for (const Copy &copy : one.copies) {
+  for (Copy &copy : one.copies) {
     if (one.by_threads) end_copy(copy);
     else bring(copy), barrier.bytes -= copy.bytes;
     each_line(copy, [](int64_t byte) { line_at(byte).is = Is::there; });

@@ -4,7 +4,8 @@
 // What can be got wrong with them is a fault: operands whose copy the warp has not waited for, or which threads have
 // copied and it has not fenced since, or outside shared memory; a copy to where a product that has not been
 // waited for still reads, or has read and nobody has said so through a barrier; sums that are looked at too soon are
-// NaN; warps of a group that multiply different things; copies and products that nobody waits for.
+// NaN; warps of a group that multiply different things; copies and products that nobody waits for; a barrier that its
+// thread has begun and not shown by a meeting; what reaches into a block that ends before it has met the others.
 #pragma once
 #include <array>
 #include <cstdint>
