@@ -34,6 +34,10 @@ UNKNOWN = "unknown"
 """The client of a call that was over before anybody looked: gRPC then has forgotten the address."""
 
 
+Read = Callable[[], Awaitable[Any]]
+"""Brings what a call has sent: its message, or the stream of them."""
+
+
 def as_it_is(error: Exception) -> Exception:
     """The error itself."""
     return error
@@ -100,18 +104,18 @@ class Calls(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        details = handler_call_details
+        details, streams = handler_call_details, bool(handler.request_streaming)
         kinds = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, self._one),
-            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, self._many),
+            (False, False): (grpc.stream_unary_rpc_method_handler, handler.unary_unary, self._one),
+            (False, True): (grpc.stream_stream_rpc_method_handler, handler.unary_stream, self._many),
             (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, self._one),
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, self._many),
-        }
-        make, inner, around = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
-        read = _reader(handler.request_deserializer, bool(handler.request_streaming))
+        }  # all of streams: of others gRPC's library reads the message before anybody looks who has sent it
+        make, inner, around = kinds[streams, bool(handler.response_streaming)]
+        read = _reader(handler.request_deserializer, streams)
 
-        async def answer(data: Any, context: Any) -> Any:
-            return await around(inner, details, functools.partial(read, data), context)
+        async def answer(messages: Any, context: Any) -> Any:
+            return await around(inner, details, functools.partial(read, messages, context), context)
 
         return make(answer, None, handler.response_serializer)
 
@@ -147,14 +151,14 @@ class Calls(grpc.aio.ServerInterceptor):
             self._ended(call, _said(context) if code == "OK" else code)
 
     # ---- inside
-    async def _one(self, inner: Any, details: grpc.HandlerCallDetails, read: Callable[[], Any], context: Any) -> Any:
+    async def _one(self, inner: Any, details: grpc.HandlerCallDetails, read: Read, context: Any) -> Any:
         async with self.around(details.method, details.invocation_metadata, context):
-            answer = inner(read(), context)
+            answer = inner(await read(), context)
             return await answer if inspect.isawaitable(answer) else answer
 
-    async def _many(self, inner: Any, details: grpc.HandlerCallDetails, read: Callable[[], Any], context: Any) -> None:
+    async def _many(self, inner: Any, details: grpc.HandlerCallDetails, read: Read, context: Any) -> None:
         async with self.around(details.method, details.invocation_metadata, context):
-            answers = inner(read(), context)
+            answers = inner(await read(), context)
             if not hasattr(answers, "__aiter__"):
                 await answers
                 return
@@ -199,18 +203,28 @@ def _said(context: Any) -> str:
     return next((code.name for code in grpc.StatusCode if number in (code, code.value[0])), "OK")
 
 
-def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[Any], Any]:
-    """Reads a message, or a stream of them. Left to gRPC, bytes that are no message would be an error of the server."""
+def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+    """Reads the message of a call, or gives a stream of them. Left to gRPC, bytes that are no message would be an error
+    of the server, and a call without one would not end."""
 
-    def one(data: bytes) -> Any:
+    def parsed(data: bytes) -> Any:
         try:
             return parse(data)
         except Exception:  # of whatever parses
             raise Refusal("INVALID_ARGUMENT", "MESSAGE_MALFORMED", "the bytes are no message of this type") from None
 
-    async def many(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async def each(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in messages:
-            yield one(data)
+            yield parsed(data)
+
+    async def many(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        return each(messages)
+
+    async def one(messages: AsyncIterator[bytes], context: Any) -> Any:
+        data = await context.read()
+        if data is grpc.aio.EOF:
+            raise Refusal("INVALID_ARGUMENT", "MESSAGE_MALFORMED", "the call must have a message, and has none")
+        return parsed(data)
 
     return many if streams else one
 

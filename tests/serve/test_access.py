@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -97,6 +98,25 @@ def test_every_service_asks_for_a_token(serve: Serve, keys: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:  # nothing else is there
             admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+def test_nobody_s_message_is_waited_for(serve: Serve, keys: Path, method: str) -> None:
+    """It may have megabytes, and never come to its end."""
+    serving, over = serve(api_keys=str(keys)), threading.Event()
+
+    def never() -> Iterator[pb.GenerateRequest]:
+        over.wait(60)
+        yield from ()
+
+    def asked() -> None:
+        path = f"/pagedec.v1.GenerationService/{method}"
+        list(serving.channel.stream_stream(path, pb.GenerateRequest.SerializeToString)(never(), timeout=20))
+
+    try:
+        assert refused(asked) == ("UNAUTHENTICATED", "TOKEN_MISSING")
+    finally:
+        over.set()
 
 
 @pytest.mark.parametrize(

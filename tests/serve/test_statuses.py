@@ -73,6 +73,15 @@ def test_invalid_argument(serve: Serve) -> None:
     assert details(error)["BadRequest"].field_violations[0].field == "prompt"
 
 
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+def test_a_call_without_its_message(serve: Serve, method: str) -> None:
+    """gRPC's library has no answer to it."""
+    call = serve().channel.stream_stream(f"/pagedec.v1.GenerationService/{method}")(iter([]), timeout=20)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and reason(caught.value) == "MESSAGE_MALFORMED"
+
+
 def test_not_found(serve: Serve) -> None:
     serving = serve()
     error = failed(lambda: serving.generation.Generate(simple(model="gpt-2")))
