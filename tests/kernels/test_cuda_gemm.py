@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
+from pagedec.kernels.library import EMULATED_DEVICE, Epilogue, Library, load
 from tests.kernels import test_gemm_weight_only
-from tests.kernels.calls import count, normal, same_bits
+from tests.kernels.calls import normal, same_bits
 from tests.kernels.cuda_library import LARGE, SMALL
-from tests.kernels.test_gemm import GATED, Linear, assert_near
+from tests.kernels.many_rows import (
+    FEW,
+    assert_bits,
+    assert_no_order_of_threads_changes_a_bit,
+    assert_nothing_outside_is_touched,
+    assert_one_record_serves_any_number_of_rows,
+    assert_what_becomes_of_sums,
+    assert_what_is_not_finite_stays_in_its_row,
+    linear_of,
+)
+from tests.kernels.test_gemm import Linear, assert_near
 from tests.kernels.test_guard_pages import guarded
 
-FEW, SOME = 32, 4
-"""Rows that the other kernel takes. More go by tiles of 128 x 128, or of 64 x 64 or 64 x 32 where there are few of the
-others for the blocks that there are: LARGE, SOME and SMALL."""
-
-
-def linear_of(context: Context, n: int, k: int, *, bias: bool = False) -> Linear:
-    weight = normal(n, k, seed=2, dtype=torch.bfloat16)
-    return Linear.pack(context, weight, normal(-(-n // FEW) * FEW, seed=3) if bias else None, n)
-
-
-def in_parts(linear: Linear, x: Tensor, epilogue: Epilogue, y: Tensor | None, y_dtype: torch.dtype) -> Tensor:
-    """By the kernel of few rows."""
-    ys = [None] * len(x) if y is None else y.split(FEW)
-    parts = [linear(rows, epilogue, add, y_dtype) for rows, add in zip(x.split(FEW), ys, strict=False)]
-    return torch.cat(parts)
-
-
-def assert_bits(
-    linear: Linear, x: Tensor, epilogue: Epilogue = Epilogue.STORE, y_dtype: torch.dtype = torch.float32
-) -> Tensor:
-    y = normal(len(x), linear.num_outputs, seed=4) if epilogue == Epilogue.ADD else None
-    whole = linear(x, epilogue, y, y_dtype)
-    assert same_bits(whole, in_parts(linear, x, epilogue, y, y_dtype))
-    return whole
-
+SOME = 4
+"""Blocks with which tiles are of 64 x 64, as there would be too few of 128 x 128 for them; with LARGE they are of 128 x
+128, with SMALL of 64 x 32."""
 
 # k: an end inside a step of 32, one step of a stage of two, chunks of 256 with one and two steps of the next, more
 # stages than there are
@@ -110,13 +95,7 @@ def test_less_shared_memory_changes_no_bit(emulated: Library, blocks: int, k: in
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("n", [66, 96, 130])
 def test_what_becomes_of_sums(emulated: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
-    x = normal(67, 40, seed=1, dtype=torch.bfloat16)
-    for bias in (False, True):
-        linear = linear_of(emulated.context(blocks), n, 40, bias=bias)
-        whole = assert_bits(linear, x, epilogue)
-        assert whole.shape == (67, n // 2 if epilogue in GATED else n)
-        if epilogue != Epilogue.ADD:
-            assert same_bits(assert_bits(linear, x, epilogue, torch.bfloat16), whole.bfloat16())
+    assert_what_becomes_of_sums(emulated.context(blocks), n, epilogue)
 
 
 def test_an_odd_number_of_outputs(emulated: Library) -> None:
@@ -130,49 +109,22 @@ def test_an_odd_number_of_outputs(emulated: Library) -> None:
     ("blocks", "rows", "n", "k"), [(LARGE, 140, 140, 296), (SOME, 70, 70, 296), (SMALL, 70, 70, 576), (3, 70, 65, 33)]
 )
 def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
-    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(blocks), n, k)
-    found = []
-    for seed in (0, 1, 5, 6):
-        emulated.functions.pd_emulate_seed(ctypes.c_uint64(seed))
-        found.append(linear(x))
-    emulated.functions.pd_emulate_seed(ctypes.c_uint64(1))
-    assert all(same_bits(found[0], other) for other in found[1:])
+    assert_no_order_of_threads_changes_a_bit(emulated, linear_of(emulated.context(blocks), n, k), rows)
 
 
 @pytest.mark.parametrize("k", [72, 73])
 @pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
 def test_nothing_outside_is_touched(emulated: Library, blocks: int, k: int) -> None:
-    """x ends with its last row, W with its last panel, y and the bias with their last output."""
-    linear, x = linear_of(emulated.context(blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
-    assert linear.bias is not None
-    expected = linear(x)
-    rows, x, y = count(70), guarded(x), guarded(torch.zeros(70, 67))
-    linear.packed, linear.bias = guarded(linear.packed), guarded(linear.bias[:67])
-    linear.context.call(linear.record(rows, x, y))
-    assert same_bits(y, expected)
+    assert_nothing_outside_is_touched(emulated.context(blocks), k)
 
 
 def test_one_record_serves_any_number_of_rows(emulated: Library) -> None:
-    """As in a recorded graph: the device reads how many there are."""
-    linear, x = linear_of(emulated.context(2), 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
-    y, rows, whole = torch.empty(200, 40), count(0), linear(x)
-    record = linear.record(rows, x, y)
-    for num in (200, 0, 32, 33, 1, 31, 64, 129):
-        rows[0] = num
-        y.fill_(torch.nan)
-        linear.context.call(record)
-        assert same_bits(y[:num], whole[:num])
-        assert y[num:].isnan().all()
+    assert_one_record_serves_any_number_of_rows(emulated.context(2))
 
 
 @pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
 def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) -> None:
-    linear, x = linear_of(emulated.context(blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
-    clean = linear(x)
-    x[3, 47], x[66, 0] = torch.nan, torch.inf
-    dirty, others = assert_bits(linear, x), [i for i in range(70) if i not in (3, 66)]
-    assert same_bits(dirty[others], clean[others])
-    assert dirty[3].isnan().all() and not dirty[66].isfinite().any()
+    assert_what_is_not_finite_stays_in_its_row(linear_of(emulated.context(blocks), 70, 48))
 
 
 @pytest.mark.parametrize("form", [None, "int8_weight_only"])

@@ -12,9 +12,16 @@ from torch import Tensor
 from pagedec.kernels.library import Context, Epilogue, Library
 from tests.kernels import test_gemm_weight_only
 from tests.kernels.calls import count, normal, same_bits
-from tests.kernels.test_cuda_gemm import FEW, assert_bits
-from tests.kernels.test_gemm import GATED, Linear, assert_near
-from tests.kernels.test_guard_pages import guarded
+from tests.kernels.many_rows import (
+    assert_bits,
+    assert_no_order_of_threads_changes_a_bit,
+    assert_nothing_outside_is_touched,
+    assert_one_record_serves_any_number_of_rows,
+    assert_what_becomes_of_sums,
+    assert_what_is_not_finite_stays_in_its_row,
+    linear_of,
+)
+from tests.kernels.test_gemm import Linear, assert_near
 
 ALL, PAIR, ONE = 64, 2, 1
 """Blocks with which tiles are of 64 x 64; of 128 outputs x 64 rows, or 64 x 128; of 128 x 128: as few as there are for
@@ -32,11 +39,6 @@ def context_of(library: Library, blocks: int, capability: int = 90) -> Context:
     context = library.context(blocks)
     library.functions.pd_emulate_hopper(ctypes.c_void_p(context.handle), ctypes.c_int32(capability))
     return context
-
-
-def linear_of(context: Context, n: int, k: int, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Linear:
-    weight = normal(n, k, seed=2, dtype=dtype)
-    return Linear.pack(context, weight, normal(-(-n // 32) * 32, seed=3) if bias else None, n)
 
 
 @pytest.mark.sampled(8)
@@ -58,13 +60,7 @@ def test_many_rows_have_the_bits_of_few(
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("n", [66, 96, 130])
 def test_what_becomes_of_sums(emulated: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
-    x = normal(67, 40, seed=1, dtype=torch.bfloat16)
-    for bias in (False, True):
-        linear = linear_of(context_of(emulated, blocks), n, 40, bias=bias)
-        whole = assert_bits(linear, x, epilogue)
-        assert whole.shape == (67, n // 2 if epilogue in GATED else n)
-        if epilogue != Epilogue.ADD:
-            assert same_bits(assert_bits(linear, x, epilogue, torch.bfloat16), whole.bfloat16())
+    assert_what_becomes_of_sums(context_of(emulated, blocks), n, epilogue)
 
 
 def test_y_that_begins_anywhere(emulated: Library) -> None:
@@ -82,54 +78,28 @@ def test_y_that_begins_anywhere(emulated: Library) -> None:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), [(ALL, 70, 70, 800), (PAIR, 64, 130, 600), (ONE, 140, 140, 800)])
 def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
-    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(context_of(emulated, blocks), n, k)
-    found = []
-    for seed in (0, 1, 5, 6):
-        emulated.functions.pd_emulate_seed(ctypes.c_uint64(seed))
-        found.append(linear(x))
-    emulated.functions.pd_emulate_seed(ctypes.c_uint64(1))
-    assert all(same_bits(found[0], other) for other in found[1:])
+    assert_no_order_of_threads_changes_a_bit(emulated, linear_of(context_of(emulated, blocks), n, k), rows)
 
 
 @pytest.mark.parametrize("k", [72, 264])
 @pytest.mark.parametrize("blocks", [ALL, PAIR, ONE])
 def test_nothing_outside_is_touched(emulated: Library, blocks: int, k: int) -> None:
-    """x ends with its last row, W with its last panel, y and the bias with their last output."""
-    linear, x = linear_of(context_of(emulated, blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
-    assert linear.bias is not None
-    expected = linear(x)
-    rows, x, y = count(70), guarded(x), guarded(torch.zeros(70, 67))
-    linear.packed, linear.bias = guarded(linear.packed), guarded(linear.bias[:67])
-    linear.context.call(linear.record(rows, x, y))
-    assert same_bits(y, expected)
+    assert_nothing_outside_is_touched(context_of(emulated, blocks), k)
 
 
 def test_one_record_serves_any_number_of_rows(emulated: Library) -> None:
-    """As in a recorded graph: the device reads how many there are."""
-    linear, x = linear_of(context_of(emulated, PAIR), 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
-    y, rows, whole = torch.empty(200, 40), count(0), linear(x)
-    record = linear.record(rows, x, y)
-    for num in (200, 0, FEW, FEW + 1, 1, 64, 129):
-        rows[0] = num
-        y.fill_(torch.nan)
-        linear.context.call(record)
-        assert same_bits(y[:num], whole[:num])
-        assert y[num:].isnan().all()
+    assert_one_record_serves_any_number_of_rows(context_of(emulated, PAIR))
 
 
 @pytest.mark.parametrize("blocks", [ALL, ONE])
 def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) -> None:
     """Of rows, and of outputs: behind the end of k and of W there is nothing that anybody multiplies."""
-    linear, x = linear_of(context_of(emulated, blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
-    clean = linear(x)
-    x[3, 47], x[66, 0] = torch.nan, torch.inf
-    dirty, others = assert_bits(linear, x), [i for i in range(70) if i not in (3, 66)]
-    assert same_bits(dirty[others], clean[others])
-    assert dirty[3].isnan().all() and not dirty[66].isfinite().any()
+    linear, x = linear_of(context_of(emulated, blocks), 70, 48), normal(64, 48, seed=1, dtype=torch.bfloat16)
+    assert_what_is_not_finite_stays_in_its_row(linear)
     weight = linear.weight.clone()
     weight[33], weight[69] = torch.nan, torch.inf
-    dirty, others = Linear.pack(linear.context, weight)(x[:64]), [i for i in range(70) if i not in (33, 69)]
-    assert same_bits(dirty[4:, others], clean[4:64, others])
+    dirty, others = Linear.pack(linear.context, weight)(x), [i for i in range(70) if i not in (33, 69)]
+    assert same_bits(dirty[:, others], linear(x)[:, others])
 
 
 @pytest.mark.parametrize("case", ["k", "x", "int8", "capability"])
