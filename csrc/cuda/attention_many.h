@@ -261,7 +261,7 @@ PD_DEVICE void Many<S>::add_poison(int stage, const Mark &mark, const Sight &sig
       PD_UNROLL for (int i = 0; i < 4 * kPieces; i++) o_[i / 4][i % 4] = sums[i / 4][i % 4];
     }
     sync_block();
-    stages_.clear_poison(stage, sight, w_.head_dim);
+    stages_.clear_poison(stage, sight, w_.head_dim), stages_.clear_numbers(stage, w_.head_dim);
     sync_block();
   }
 }

@@ -88,6 +88,12 @@ struct HalfStages {
   PD_DEVICE E number(int stage, int row, int token) const {
     return kv[tile_at(stage, false) + row * (TILE + 2) + token];
   }
+  // They may be NaN, which the zeros are not that stood behind K's columns: those are put back.
+  PD_DEVICE void clear_numbers(int stage, int dim) const {
+    PD_ROLLED for (int token = 0; token < TILE; token++)
+      PD_ROLLED for (int d = dim + thread_index(); d < kHead; d += kThreads)
+        kv[tile_at(stage, false) + token * kStride + d] = E{0};
+  }
   static PD_DEVICE bool is_finite(E x) { return (x.bits & kInfinity<E>) != kInfinity<E>; }
   // Whether a value of V is not finite that only some rows see.
   PD_DEVICE bool has_poison(int stage, const Sight &sight, int dim) const {

@@ -120,6 +120,22 @@ def test_columns_that_are_not_finite(isa: str, dim: int) -> None:
     assert got[15:, :, last].isnan().all() and (got[17:, :, first] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dim", [48, 80, 176])
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_a_row_of_nan_is_alone(isa: str, dim: int) -> None:
+    """Its query, K and V are NaN, and another branch's row is in its tile: also where a head has fewer columns than its
+    kernel, which have zeros in memory that the NaN row's probabilities come to."""
+    context = cuda_library.open_library(isa).context()
+    cache = Cache(AttentionShape(12, 1, dim, 16, 0.1), 40, Numbers(torch.bfloat16), seed=3)
+    trunk = cache.branch(168)
+    branches, q = [trunk, cache.fork(trunk, 4, 390)], cache.query(2)
+    want = run(context, cache, branches, q, threads=1)
+    q[0], nan = torch.nan, torch.full((1, 1, dim), torch.nan)
+    cache.write(trunk.table, [167], nan, nan)
+    got = run(context, cache, branches, q, threads=1)
+    assert same_bits(got[1], want[1]) and got[0].isnan().all()
+
+
 @pytest.mark.parametrize("numbers", IN_FP16, ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_fp16_in_the_cache(isa: str, numbers: Numbers) -> None:
