@@ -63,7 +63,7 @@ class Few {
   PD_DEVICE void add_values(int stage, float (&o)[kPieces][4]) const;
   PD_DEVICE void add_poison(int stage, const Sight &sight, int start);
   PD_DEVICE void sum_up();
-  PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
+  PD_DEVICE void end_chunk(int chunk, bool is_last_item);
 
   PD_DEVICE void load_fragment(int step, uint32_t (&a)[4]) const {
     load_matrices(a, q_.at(lane_ % 16 * kQueryStride + lane_ / 16 * 8 + 16 * step));
@@ -71,10 +71,6 @@ class Few {
   // Of the largest heads, on a device with less shared memory.
   static constexpr bool kMayHaveOne = 2 * S::kStageBytes > (96 << 10);
   PD_DEVICE int column_of(int piece) const { return S::kColumns / kWarps * warp_ + 8 * piece + 2 * (lane_ % 4); }
-  PD_DEVICE float &total(int half, int piece, int i) const {
-    const int64_t place = ((int64_t)block_index() * 2 + half) * (kPieces + 1) + piece;
-    return w_.totals[(place * 2 + i) * kThreads + thread_index()];
-  }
 
   const Work &w_;
   const Sections p_;
@@ -318,7 +314,7 @@ PD_DEVICE void Few<S>::sum_up() {
 }
 
 template <class S>
-PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
+PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_last_item) {
   PD_ROLLED for (int half = 0; half < 2; half++) {  // the second moves to the registers of the first
     const int packed = lane_ / 4 + 8 * half;
     if (8 * half >= now_.rows.num_packed) break;
@@ -326,11 +322,9 @@ PD_DEVICE void Few<S>::end_chunk(int chunk, bool is_first_item, bool is_last_ite
       const OfWarps sums = all_sums_[packed];
       const float l = ((sums.of[0] + sums.of[1]) + sums.of[2]) + sums.of[3];
       const auto o = [&](int piece, int i) -> float & { return o_[piece][i]; };
-      const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
       const bool has_ml = warp_ == 0 && lane_ % 4 == 0;
-      end_row<E, kPieces>(w_, p_, now_.rows, packed, chunk, is_first_item, is_last_item, has_ml, m_[0], l, o, total_of,
-                          column);
+      end_row<E, 2, kPieces>(w_, p_, now_.rows, packed, half, chunk, is_last_item, has_ml, m_[0], l, o, column);
     }
     m_[0] = m_[1];
     PD_UNROLL for (int i = 0; i < 2 * kPieces; i++) o_[i / 2][i % 2] = o_[i / 2][2 + i % 2];
@@ -353,7 +347,7 @@ PD_DEVICE void Few<S>::run_span(int &stage) {
       run_unit(stage, u + 1 == num_units);
       stage = stage + 1 == w_.few_stages ? 0 : stage + 1;
     }
-    end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
+    end_chunk(items[item].chunk, item + 1 == span.num_items);
   }
 }
 

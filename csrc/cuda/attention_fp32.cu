@@ -43,7 +43,7 @@ class Walk {
   PD_DEVICE void find_tops(int start, const Sight &, float (&s)[kHalves][4]) const;
   PD_DEVICE void weigh(const float (&s)[kHalves][4]);
   PD_DEVICE void add_values(int start, const Sight &);
-  PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
+  PD_DEVICE void end_chunk(int chunk, bool is_last_item);
 
   PD_DEVICE int row_of(int half) const { return half * 8 + lane_ / 4; }
   PD_DEVICE int token_of(int i) const { return warp_ * kWarpTokens + 8 * (i / 2) + 2 * (lane_ % 4) + i % 2; }
@@ -51,10 +51,6 @@ class Walk {
   PD_DEVICE float number(const M *head, int d) const {
     if constexpr (!kBytes) return head[d];
     else return is_int8_ ? to_number<PD_KV_INT8>(head[place_of_byte(d)]) : to_number<PD_KV_FP8>(head[place_of_byte(d)]);
-  }
-  PD_DEVICE float &total(int half, int piece, int i) const {
-    const int64_t place = ((int64_t)block_index() * kHalves + half) * (kPieces + 1) + piece;
-    return w_.totals[(place * 2 + i) * kThreads + thread_index()];
   }
 
   const Work &w_;
@@ -208,7 +204,7 @@ PD_DEVICE void Walk<kHead, kBytes>::run_unit(const plan::Unit &u) {
 }
 
 template <int kHead, bool kBytes>
-PD_DEVICE void Walk<kHead, kBytes>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
+PD_DEVICE void Walk<kHead, kBytes>::end_chunk(int chunk, bool is_last_item) {
   sync_block();
   PD_UNROLL for (int half = 0; half < kHalves; half++) {
     float sum = l_[half];
@@ -222,12 +218,10 @@ PD_DEVICE void Walk<kHead, kBytes>::end_chunk(int chunk, bool is_first_item, boo
     if (packed < rows_.num_packed) {
       float l = tops_[packed];
       for (int w = 1; w < kWarps; w++) l = l + tops_[w * ROWS_MAX + packed];
-      const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
       const auto o = [&](int piece, int i) -> float & { return o_[0][piece][i]; };
       const bool has_ml = warp_ == 0 && lane_ % 4 == 0;
-      end_row<float, kPieces>(w_, p_, rows_, packed, chunk, is_first_item, is_last_item, has_ml, m_[0], l, o, total_of,
-                              column);
+      end_row<float, kHalves, kPieces>(w_, p_, rows_, packed, half, chunk, is_last_item, has_ml, m_[0], l, o, column);
     }
     PD_UNROLL for (int to = 0; to + 1 < kHalves; to++) {
       m_[to] = m_[to + 1];
@@ -248,7 +242,7 @@ PD_DEVICE void Walk<kHead, kBytes>::run_span(const plan::Span &span) {
       PD_UNROLL for (int n = 0; n < 2 * kPieces; n++) o_[half][n / 2][n % 2] = 0.0f;
     }
     for (int u = 0; u < item.num_units; u++) run_unit(units[item.unit0 + u]);
-    end_chunk(item.chunk, i == 0, i + 1 == span.num_items);
+    end_chunk(item.chunk, i + 1 == span.num_items);
   }
 }
 

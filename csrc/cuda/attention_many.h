@@ -18,7 +18,7 @@ class Many {
   using P = typename S::P;
   static constexpr int kRows = most_rows_of(PD_BF16, S::kColumns), kQuarters = TILE / kStepTokens;
   static constexpr int kWarpsATile = kWarps * kTileRows / kRows, kPieces = S::kColumns / (8 * kWarpsATile);
-  static constexpr int kQueryStride = S::kColumns + 8, kProbabilityStride = TILE + 8;
+  static constexpr int kQueryStride = S::kColumns + 8;
   static constexpr int kMostStages = S::kMostStages < 3 ? S::kMostStages : 3;
   static constexpr int64_t kBeginsAt = kMostStages * sizeof(Mark), kEndsAt = kBeginsAt + 4 * kRows;
   static constexpr int64_t kQueryAt = kEndsAt + 4 * kRows;
@@ -48,16 +48,12 @@ class Many {
   PD_DEVICE void pair_up(int stage, const float (&s)[kQuarters][2][4], uint32_t (&a)[kQuarters][4]) const;
   PD_DEVICE void add_values(int stage, const uint32_t (&a)[kQuarters][4]);
   PD_DEVICE void add_poison(int stage, const Mark &mark, const Sight &sight, const uint32_t (&a)[kQuarters][4]);
-  PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
+  PD_DEVICE void end_chunk(int chunk, bool is_last_item);
 
   PD_DEVICE int tile() const { return warp_ / kWarpsATile; }
   PD_DEVICE int first_column() const { return warp_ % kWarpsATile * 8 * kPieces; }
   PD_DEVICE int row_of(int half) const { return tile() * kTileRows + half * 8 + lane_ / 4; }
   PD_DEVICE int column_of(int piece) const { return first_column() + 8 * piece + 2 * (lane_ % 4); }
-  PD_DEVICE float &total(int half, int piece, int i) const {
-    const int64_t place = ((int64_t)block_index() * 2 + half) * (kPieces + 1) + piece;
-    return w_.totals[(place * 2 + i) * kThreads + thread_index()];
-  }
 
   const Work &w_;
   const Sections p_;
@@ -290,7 +286,7 @@ PD_DEVICE void Many<S>::run_unit(int stage) {
 }
 
 template <class S>
-PD_DEVICE void Many<S>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
+PD_DEVICE void Many<S>::end_chunk(int chunk, bool is_last_item) {
   PD_ROLLED for (int half = 0; half < 2; half++) {  // the second moves to the registers of the first
     float l = 0.0f;
     PD_UNROLL for (int quarter = 0; quarter < kQuarters; quarter++) {
@@ -303,10 +299,8 @@ PD_DEVICE void Many<S>::end_chunk(int chunk, bool is_first_item, bool is_last_it
     const bool has_ml = lane_ % 4 == 0 && first_column() == 0;
     if (packed < rows_.num_packed) {
       const auto o = [&](int piece, int i) -> float & { return o_[piece][i]; };
-      const auto total_of = [&](int piece, int i) -> float & { return total(half, piece, i); };
       const auto column = [&](int piece) { return column_of(piece); };
-      end_row<E, kPieces>(w_, p_, rows_, packed, chunk, is_first_item, is_last_item, has_ml, m_[0], l, o, total_of,
-                 column);
+      end_row<E, 2, kPieces>(w_, p_, rows_, packed, half, chunk, is_last_item, has_ml, m_[0], l, o, column);
     }
     m_[0] = m_[1];
     PD_UNROLL for (int quarter = 0; quarter < kQuarters; quarter++) l_[quarter][0] = l_[quarter][1];
@@ -349,7 +343,7 @@ PD_DEVICE void Many<S>::run(int i) {
       run_unit(stage);
     }
     rows_.open(p_, p_.template of<plan::Span>(h_.spans)[i]);  // found anew: registers are scarce
-    end_chunk(item_of(item).chunk, item == 0, item + 1 == num_items);
+    end_chunk(item_of(item).chunk, item + 1 == num_items);
   }
 }
 

@@ -31,12 +31,16 @@ struct PackedRows {
 };
 
 // What a chunk has of one row is folded into what was before, or begins it; it goes to the result, to a record for the
-// merge, or to where this thread finds it for the next chunk. o(piece, i): its numbers; total(piece, i): what is kept
-// of them, then m and l.
-template <class E, int kPieces, class Of, class Total, class ColumnOf>
-PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows, int packed, int chunk,
-                       bool is_first_item, bool is_last_item, bool has_ml, float m, float l, const Of &o,
-                       const Total &total, const ColumnOf &column_of) {
+// merge, or to where this thread finds it for the next chunk. o(piece, i): its numbers; half: which of a thread's rows
+// it is, of so many.
+template <class E, int kHalves, int kPieces, class Of, class ColumnOf>
+PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows, int packed, int half, int chunk,
+                       bool is_last_item, bool has_ml, float m, float l, const Of &o, const ColumnOf &column_of) {
+  // What is kept of pieces, then m and l.
+  const auto total = [&](int piece, int i) -> float & {
+    const int64_t place = ((int64_t)block_index() * kHalves + half) * (kPieces + 1) + piece;
+    return w.totals[(place * 2 + i) * kThreads + thread_index()];
+  };
   const plan::Row &row = rows.row(p, packed);
   const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = rows.head(packed), dim = w.head_dim;
   if (chunk < first || chunk > last) return;
