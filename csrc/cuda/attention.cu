@@ -1,6 +1,7 @@
 // Attention's entry: what a launch needs besides the plan.
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "cuda/attention_work.h"
 #include "cuda/context.h"
@@ -78,6 +79,15 @@ int64_t totals_bytes(const pd_context &c, const plan::Header &h) {
   return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * pieces * 4 * kThreads * (int64_t)sizeof(float);
 }
 
+// What is copied 16 bytes at a time: a kernel's fault would take the device from the whole process.
+int check_alignment(const pd_attention_args &a, int dtype) {
+  if (dtype == PD_F32) return 0;
+  const std::pair<const char *, const void *> copied[] = {{"q", a.q}, {"k_cache", a.k_cache}, {"v_cache", a.v_cache}};
+  for (const auto &[name, from] : copied)
+    if ((uintptr_t)from % 16) return fail("pd_attention: %s is at %p; it must be 16-byte aligned", name, from);
+  return 0;
+}
+
 }  // namespace
 }  // namespace attention
 
@@ -86,6 +96,7 @@ int reserve_attention(pd_context &c, const pd_attention_args &a) {
   if (device != c.device)
     return fail("pd_attention: plan was made for device %d; this context is of device %d", device, c.device);
   const plan::Header &h = a.plan->header();
+  if (h.num_rows && attention::check_alignment(a, h.dtype)) return -1;
   const int64_t partial_bytes = (int64_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * (int64_t)sizeof(float);
   return c.partials.reserve(partial_bytes) || c.totals.reserve(attention::totals_bytes(c, h)) ? -1 : 0;
 }

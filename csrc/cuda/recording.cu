@@ -4,9 +4,9 @@
 // of every size. Where the host has written that linear layers have few rows, another one leaves out their kernels for
 // many, which would do nothing; were there more rows after all, it would be slow, and right. A graph is made anew only
 // where memory that a launch was told of has grown since: plans and partial results, which grow to what was needed
-// most. Exchanges of ranks are recorded by all of them at a time, and repeated likewise, so a list with some is made
-// anew at all where it is at one. NCCL waits for the end of all graphs with its exchanges before it gives a
-// communicator up: so contexts know theirs, and end them first.
+// most; or where a plan was made anew for layers of another shape. Exchanges of ranks are recorded by all of them at a
+// time, and repeated likewise, so a list with some is made anew at all where it is at one. NCCL waits for the end of
+// all graphs with its exchanges before it gives a communicator up: so contexts know theirs, and end them first.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -18,7 +18,8 @@
 #include "cuda/gemm.h"
 
 namespace pagedec {
-using Places = std::vector<std::pair<const void *, int64_t>>;  // and how often the memory there has grown
+// And how often the memory there has grown; or nowhere, and a number of a plan's shape.
+using Places = std::vector<std::pair<const void *, int64_t>>;
 }
 
 struct pd_recording {
@@ -28,7 +29,7 @@ struct pd_recording {
   const std::vector<const void *> counters;  // of linear layers that have one kernel for few rows, and one for many
   std::unique_ptr<pd_recording> of_few;      // the same list for few rows
   pd_context *context = nullptr;  // NULL: it holds nothing
-  pagedec::Places places;         // that launches were told of
+  pagedec::Places places;         // what launches were told of
   cudaGraphExec_t graph = nullptr;
   void clear() {  // one that is under way ends behind this; whose thread it is has no device yet, perhaps
     if (graph) {
@@ -122,9 +123,14 @@ Places places_of(const pd_context &c, const pd_program &p) {
   Places places;
   const auto add = [&](const DeviceMemory &memory) { places.emplace_back(memory.get(), memory.num_grown()); };
   add(c.partials), add(c.totals);
-  for (int64_t i = 0; i < p.num_ops; i++)
-    if (p.ops[i].kind == PD_OP_ATTENTION)
-      add(((const pd_device_plan *)((const pd_attention_args *)p.ops[i].args)->plan)->resident);
+  for (int64_t i = 0; i < p.num_ops; i++) {
+    if (p.ops[i].kind != PD_OP_ATTENTION) continue;
+    const auto &own = *(const pd_device_plan *)((const pd_attention_args *)p.ops[i].args)->plan;
+    const plan::Header &h = own.header();
+    add(own.resident);
+    for (int32_t word : {h.kv_heads, h.head_dim, h.block_size, h.dtype, h.kv_kind, h.scale_bits, h.soft_cap_bits})
+      places.emplace_back(nullptr, word);
+  }
   return places;
 }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_DEVICE, KernelError, KvKind
+from pagedec.kernels.library import EMULATED_DEVICE, AttentionArgs, KernelError, KvKind, OpList
 from pagedec.kernels.reference import RopeShape, kv_copy, rope_kv_write
 from tests.kernels import calls, cuda_library
 from tests.kernels.attention_cases import (
@@ -28,6 +29,7 @@ from tests.kernels.attention_cases import (
     same_bits,
     shape_record,
 )
+from tests.kernels.cache_layouts import laid_out
 from tests.kernels.test_block_size import Content, check
 from tests.kernels.test_kv_bytes import empty, same_memory
 from tests.kernels.test_rope import table
@@ -238,3 +240,34 @@ def test_a_plan_is_of_the_device_that_it_was_made_for() -> None:
         run_plan(second, plan, cache, q)
     second.plan(plan, shape_record(cache.shape, cache.dtype), batch.record())
     assert same_bits(run_plan(second, plan, cache, q), want)
+
+
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_a_recorded_list_follows_a_plan_of_another_shape(isa: str) -> None:
+    """A plan may be made anew; launches are told of scales and soft caps, which recordings have as they were."""
+    context = cuda_library.open_library(isa).context()
+    cache = Cache(AttentionShape(3, 1, 32, 16, 0.1), 64, torch.float32, seed=4)
+    batch, q = Batch([cache.branch(70, 2)]), cache.query(2)
+    plan, num_rows, out = make_plan(context, cache, batch), np.array([2], np.int32), torch.empty_like(q)
+    with laid_out(context, cache.k, cache.v, paired=False) as (k, v):
+        pointers = (x.data_ptr() for x in (q, k, v, out))
+        ops = OpList([AttentionArgs(num_rows.ctypes.data, plan.handle, *pointers)] * 2)
+        for scale, soft_cap in [(0.1, 0.0)] * 2 + [(0.7, 0.0), (0.7, 3.0), (0.7, 4.0)]:
+            cache.shape = replace(cache.shape, scale=scale, soft_cap=soft_cap)
+            context.plan(plan, shape_record(cache.shape, cache.dtype), batch.record())
+            context.run(ops)
+            context.wait()
+            assert same_bits(out, run_plan(context, make_plan(context, cache, batch), cache, q)), (scale, soft_cap)
+
+
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_what_is_copied_by_sixteen_bytes_must_be_aligned(isa: str) -> None:
+    context = cuda_library.open_library(isa).context()
+    cache = Cache(AttentionShape(3, 1, 32, 16, 0.1), 64, torch.bfloat16, seed=4)
+    plan, num_rows = make_plan(context, cache, Batch([cache.branch(70, 2)])), np.array([2], np.int32)
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    place = -(-memory.data_ptr() // 16) * 16
+    for name in ("q", "k_cache", "v_cache"):
+        fields = dict.fromkeys(("q", "k_cache", "v_cache", "out"), place) | {name: place + 8}
+        with pytest.raises(KernelError, match=f"^pd_attention: {name} is at 0x[0-9a-f]+8; it must be 16-byte aligned$"):
+            context.call(AttentionArgs(num_rows=num_rows.ctypes.data, plan=plan.handle, **fields))
