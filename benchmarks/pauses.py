@@ -1,8 +1,9 @@
-"""How long streams pause while others' prompts are read, by `max_num_batched_tokens`, in turns.
+"""How long streams pause while others' prompts are read, by `max_num_batched_tokens` and `target_step_time`, in turns.
 
-    python benchmarks/pauses.py [--rows 512 256 128 64 32] [--streams 8] [--prompts 4]
+    python benchmarks/pauses.py [--rows 512 256 128 64 32] [--seconds 0.3 0.1] [--streams 8] [--prompts 4]
 
-Each contestant is an engine of its own with the default model in bfloat16, that differs in nothing else. `--streams`
+Each contestant is an engine of its own with the default model in bfloat16, that differs in nothing else; those of
+--seconds have as many rows as the first of --rows. `--streams`
 answers are being written when the first prompt of `--prompt-len` tokens comes; each further one comes when the one
 before has its first token. A pause is the time between two tokens of a stream, from the first prompt's coming to the
 last one's token. Tokens are the same in all of them, which is checked.
@@ -26,9 +27,13 @@ Tokens = list[tuple[int, ...]]
 class Contest:
     """One engine, and what its streams and prompts went through in all rounds so far."""
 
-    def __init__(self, num_rows: int, arguments: argparse.Namespace) -> None:
+    def __init__(self, num_rows: int, seconds: float | None, arguments: argparse.Namespace) -> None:
         self.llm = AsyncLLM(
-            dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=num_rows, enable_prefix_caching=False
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_batched_tokens=num_rows,
+            target_step_time=seconds,
+            enable_prefix_caching=False,
         )
         self.num_streams, self.num_prompts = arguments.streams, arguments.prompts
         self.length: int = arguments.prompt_len
@@ -79,13 +84,18 @@ class Contest:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 256, 128, 64, 32])
+    parser.add_argument("--seconds", type=float, nargs="*", default=[0.3, 0.15], help="target_step_time")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    heading(f"{arguments.streams} streams beside prompts of {arguments.prompt_len} tokens, by rows of a step")
-    contests = {str(num_rows): Contest(num_rows, arguments) for num_rows in arguments.rows}
+    heading(
+        f"{arguments.streams} streams beside prompts of {arguments.prompt_len} tokens, by rows and seconds of a step"
+    )
+    contests = {str(num_rows): Contest(num_rows, None, arguments) for num_rows in arguments.rows}
+    most = arguments.rows[0]
+    contests |= {f"{most}, {seconds:g} s": Contest(most, seconds, arguments) for seconds in arguments.seconds}
     for contest in contests.values():
         contest.run()
         contest.pauses, contest.first = [], []

@@ -120,6 +120,7 @@ def build_engine(
         speculative=config.scheduler.speculative_config,
         sessions=SessionLimits(**dataclasses.asdict(config.session)),
         is_ahead=plans_ahead(config, executor),
+        target_step_time=config.scheduler.target_step_time,
     )
 
 

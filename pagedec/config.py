@@ -166,6 +166,10 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(
         512, Integer("most rows in a step, prompts and drafts included", low=1, high=2**20)
     )
+    target_step_time: float | None = option(
+        None,
+        Number("seconds a step should take while answers are written; none: any", above=0, high=1e6, optional=True),
+    )
     max_logprobs: int = option(
         20,
         Integer(

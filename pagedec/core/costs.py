@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,8 +52,21 @@ class StepCosts:
         before = np.minimum(wanted / rows[0], 1) / 2 + 0.5
         return np.interp(wanted, rows, seconds) * before + behind
 
+    def most_rows(self, seconds: float, most: int) -> int:
+        """How many rows a step may have, 1 to `most`, that is not to take longer; what lies far behind the last point
+        is found out step by step, each with twice the rows."""
+        rows = np.arange(1, min(most, 2 * math.ceil(self.rows[-1])) + 1)
+        return max(1, int(np.searchsorted(self.of(rows), seconds, side="right")))
+
     def of_rolls(self, count: np.ndarray, depth: np.ndarray, is_masked: bool) -> np.ndarray:
         """Seconds that rolls of `depth` tokens take, of `count` sequences at once."""
         known = np.array(self.masked_rolls if is_masked else self.rolls)
         place = np.ceil(np.log2(np.maximum(count, 1))).astype(np.int64)
         return np.where(count > 0, known[np.minimum(place, len(known) - 1)] * depth, 0.0)
+
+
+class StepTime(NamedTuple):
+    """How long a step should take while answers are written, and what steps of any kind take by their rows."""
+
+    seconds: float
+    costs: StepCosts

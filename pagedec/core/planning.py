@@ -10,13 +10,14 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pagedec.core.checks import check_queries
-from pagedec.core.costs import StepCosts
+from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand, Forecast
 from pagedec.core.draft import EMPTY
 from pagedec.core.drafting import Drafting
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.parked import Parking
+from pagedec.core.pausing import rows_to_read
 from pagedec.core.plan import StepPlan, shape_of
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Best, Query, Sampler
@@ -34,6 +35,7 @@ class Planner:
     `requests`: all, in the order in which they run; `started`: those that hold blocks, in the same order; it gains
     those that this step lets in. `only`: those that may run, if not all may. `costs`: what a step takes; without them
     nobody rests, and drafts are as wide as they are. `is_ahead`: the step before is still out, and was foreseen.
+    `step_time`: how long it should take while some write.
     """
 
     __slots__ = (
@@ -53,11 +55,14 @@ class Planner:
         costs: StepCosts | None = None,
         parking: Parking | None = None,
         is_ahead: bool = False,
+        step_time: StepTime | None = None,
     ) -> None:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
         self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
         self._rows = Rows(limits, self._builders, self._plan)
+        if step_time is not None:
+            self._rows.reading_left = rows_to_read(started, step_time, limits.max_num_batched_tokens)
         self._room, self._parking = Room(requests, step, self._asked, only, parking, is_ahead), parking
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
         weighing = None if costs is None else Weighing(costs, len(started))
@@ -118,6 +123,8 @@ class Planner:
     def _lets_in(self, request: Request) -> bool:
         """Where nobody has a row yet, whoever is first comes in: something always advances."""
         if not self._rows.is_empty and self._only is None:
+            if self._rows.reading_left <= 0:
+                return False
             demand = self._demand
             if demand.refused == (request, demand.num_changes):
                 return False
@@ -247,7 +254,9 @@ class Planner:
                 continue
             table = branch.tables["target"]
             pending = depth[branch.tip] - table.length
-            count = min(pending, chunk, rows.left)
+            count = min(chunk, rows.most(pending))
+            if count < 1 <= pending:
+                continue
             has_room = self._reserve(request, [(table, count)], {branch})
             if has_room:
                 rows.take(request, branch, count)
@@ -283,7 +292,8 @@ class Planner:
         waiting = {branch for branch in request.branches if branch in asked and self._reuse.must_wait(request, branch)}
         pending = [depth[query.branch.tip] - query.branch.table.length for query in queries]
         rows = sum(max(1, count) for count in pending)
-        if waiting or rows > self._rows.left or max(pending) > chunk:
+        left = self._rows.left if max(pending) <= 1 else min(self._rows.left, self._rows.reading_left)
+        if waiting or rows > left or max(pending) > chunk:
             return self._recompute_gang(request, queries, waiting)
         wants = [(query.branch.table, count) for query, count in zip(queries, pending, strict=True)]
         if not self._reserve(request, wants, set(request.branches)):
@@ -313,7 +323,7 @@ class Planner:
         for query in queries:
             branch = query.branch
             missing = request.history.depth[branch.tip] - branch.table.length - 1  # the root waits for the gang
-            count = min(self._limits.chunk, missing, self._rows.left)
+            count = min(self._limits.chunk, missing, self._rows.left, self._rows.reading_left)
             if branch in waiting or count <= 0:
                 continue
             if not self._reserve(request, [(branch.table, count)], set(request.branches)):

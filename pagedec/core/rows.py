@@ -32,13 +32,14 @@ class Rows:
     draft may follow them, when it is known whether it does."""
 
     __slots__ = (
-        "_caching", "_vocab_size", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left",
-        "target",
+        "_caching", "_vocab_size", "_whole", "builders", "computing", "draft_left", "left", "plan", "reading_left",
+        "seqs_left", "target",
     )  # fmt: skip
 
     def __init__(self, limits: SchedulerLimits, builders: Mapping[str, LaneBuilder], plan: StepPlan) -> None:
         self.builders, self.plan, self.target = builders, plan, builders["target"]
         self.left = self.draft_left = self._whole = limits.max_num_batched_tokens
+        self.reading_left = self._whole  # of `left`, for chains of more than one token
         self.seqs_left = limits.max_num_seqs
         self.computing: set[bytes] = set()  # keys of the blocks that this step fills
         self._caching, self._vocab_size = limits.enable_prefix_caching, limits.vocab_size
@@ -56,12 +57,17 @@ class Rows:
     def num_taken(self) -> int:
         return self._whole - self.left
 
+    def most(self, pending: int) -> int:
+        """How many of so many pending tokens of a branch may have rows; 0: none, while others may have some."""
+        return min(pending, self.left if pending <= 1 else min(self.left, self.reading_left))
+
     def take(self, request: Request, branch: Branch, count: int, seqs: int = 1) -> None:
         """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root.
         `seqs`: as how many branches it counts."""
         table = branch.tables["target"]
         start = table.length
         self.left -= count or 1
+        self.reading_left -= count if count > 1 else 0
         self.seqs_left -= seqs
         branch.planned_in = self.plan.step
         if request.first_step < 0:

@@ -14,7 +14,7 @@ from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
 from pagedec.core.conclusion import conclusion
 from pagedec.core.constraint import Constraint
-from pagedec.core.costs import StepCosts
+from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
@@ -223,23 +223,25 @@ class Scheduler:
         """Nothing is out or wants to advance, as far as the last plan could tell, and nothing is left to be told."""
         return not self.plans and not self._events and all(request.idle for request in self.requests)
 
-    def plan(self, only: Collection[Request] | None = None, costs: StepCosts | None = None) -> StepPlan:
+    def plan(
+        self, only: Collection[Request] | None = None, costs: StepCosts | None = None, step_time: StepTime | None = None
+    ) -> StepPlan:
         """What to evaluate next, of the requests `only` if not of all. Without forwards there is nothing to do until
         something is added or edited; but for what `settle` then tells.
 
         `costs`: what steps take. Requests that draft as widely as pays get rows by them, and rest where nothing pays;
-        without costs they draft as widely as they may.
+        without costs they draft as widely as they may. `step_time`: while some write, prompts have rows by it.
 
         A request whose decoder fails is forgotten, and so is the first one if not even that can run: `settle` tells of
         them. What else is raised is our own mistake: `forget_kv` must follow.
         """
         self._require_between_steps("plan")
-        plan = self._make_plan(only, costs, is_ahead=False)
+        plan = self._make_plan(only, costs, step_time, is_ahead=False)
         if not plan.forwards and not plan.failed:
             self._fail_what_cannot_run(only)
         return plan
 
-    def plan_ahead(self, costs: StepCosts | None = None) -> StepPlan | None:
+    def plan_ahead(self, costs: StepCosts | None = None, step_time: StepTime | None = None) -> StepPlan | None:
         """What to evaluate behind the step that is out, before its answers are there. None: that must wait for them.
 
         Only where nothing of it is `unforeseen`: a branch ends or goes on with the row of a token that the plan names
@@ -249,22 +251,22 @@ class Scheduler:
         if len(self.plans) != 1 or self.plans[0].is_short or unforeseen(self.plans[0]) is not None:
             return None
         foresee(self.plans[0], self.limits.enable_prefix_caching)
-        plan = self._make_plan(None, costs, is_ahead=True)
+        plan = self._make_plan(None, costs, step_time, is_ahead=True)
         if plan.forwards:
             return plan
         self.plans.pop()
         return None
 
-    def _make_plan(self, only: Collection[Request] | None, costs: StepCosts | None, is_ahead: bool) -> StepPlan:
+    def _make_plan(
+        self, only: Collection[Request] | None, costs: StepCosts | None, step_time: StepTime | None, is_ahead: bool
+    ) -> StepPlan:
         self.step += 1
         self._started = [request for request in self._started if request.started and not request.closed]
-        if costs is not None:
-            for method in [*self._methods.values()]:  # `admit` may add one meanwhile
-                method.earn()
-        parking = self.parking if len(self.parking) else None
+        for method in [] if costs is None else [*self._methods.values()]:  # `admit` may add one meanwhile
+            method.earn()
         plan = Planner(
-            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs, parking,
-            is_ahead,
+            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs,
+            self.parking if len(self.parking) else None, is_ahead, step_time,
         ).make()  # fmt: skip
         self._copies = self._new_copies()
         self.plans.append(plan)
@@ -323,9 +325,8 @@ class Scheduler:
             pool.check(self.tables(lane), written_by(self.plans))
             is_held = self.requests or self.plans or self.parking.holds_blocks(lane) or len(self._copies[lane])
             if not is_held and pool.num_available != pool.num_blocks:
-                raise InvariantError(
-                    f"lane {lane}: {pool.num_available} of {pool.num_blocks} blocks are left when idle"
-                )
+                left = f"{pool.num_available} of {pool.num_blocks}"
+                raise InvariantError(f"lane {lane}: {left} blocks are left when idle")
         if sorted(self._by_id) != sorted(request.id for request in self.requests):
             raise InvariantError("requests and their ids disagree")
         inside = [request for request in self._started if request.started and not request.closed]
@@ -362,8 +363,7 @@ class Scheduler:
             raise InvariantError(f"{what} while step {self.plans[0].step} is out")
 
     def _fail_what_cannot_run(self, only: Collection[Request] | None) -> None:
-        """An empty plan, although somebody wants to advance: whoever comes first has had the whole device, and does not
-        fit it."""
+        """An empty plan, although somebody wants to advance: whoever comes first does not fit the whole device."""
         wanting = (request for request in self.requests if not request.idle and (only is None or request in only))
         if (first := next(wanting, None)) is not None:
             self.fail(first, RequestError(first.id, "nothing of it can be evaluated, with the whole device to itself"))

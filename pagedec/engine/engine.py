@@ -65,6 +65,7 @@ class Engine:
 
     Without a `vocabulary`, requests with stop strings or bad words are refused. `speculative` is how requests draft
     that say nothing of it. `is_ahead`: steps are planned while the one before is carried out, where that can be.
+    `target_step_time`: seconds a step should take while answers are written; prompts have fewer rows in it.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         speculative: dict[str, Any] | None = None,
         sessions: SessionLimits | None = None,
         is_ahead: bool = False,
+        target_step_time: float | None = None,
     ) -> None:
         self.scheduler, self.limits, self.vocabulary = scheduler, limits, vocabulary
         self.seed, self.stats = seed, EngineStats()
@@ -91,7 +93,7 @@ class Engine:
         if vocabulary is not None:
             text = vocabulary.pieces, vocabulary.special_ids, vocabulary.encode
             self.grammars = Grammars(limits.vocab_size, *text)
-        self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, clock, debug, is_ahead)
+        self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, clock, debug, is_ahead, target_step_time)
         self._late: list[EngineEvent] = []  # what was brought while nobody stepped
         self.sessions = Sessions(
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()

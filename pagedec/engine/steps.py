@@ -4,11 +4,12 @@ planned and given to it meanwhile."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from pagedec.core.costs import StepCosts
+from pagedec.core.costs import StepCosts, StepShape, StepTime
 from pagedec.core.forward import Answers, Rules, asks_draws_alone
 from pagedec.core.plan import StepPlan
 from pagedec.core.reading import check_answers
@@ -31,6 +32,10 @@ class Flight:
     """That planning has taken; below 0: it was planned beside another step, whose time it shares."""
     answers: Pending | None = None
     """None: the executor was not given it yet."""
+    giving: float = 0.0
+    """Seconds that giving it took: where the executor has no other thread, all of it."""
+    given: float = 0.0
+    """When that was over, without what giving steps has taken until then."""
 
     @property
     def has_failed(self) -> bool:
@@ -54,11 +59,14 @@ class Steps:
         clock: Callable[[], float],
         debug: bool,
         is_ahead: bool,
+        target_time: float | None = None,
     ) -> None:
         self._scheduler, self.executor, self._vocab_size, self._stats = scheduler, executor, vocab_size, stats
         self.clock, self._debug, self.is_ahead = clock, debug, is_ahead
         self._recovery = Recovery()
         self._pace: StepPace | None = None
+        self._target_time, self._all_steps = target_time, StepPace()
+        self._giving, self._over = 0.0, -math.inf  # what giving steps has taken; when the last one was over, without it
         self._out: list[Flight] = []
         self.begun: dict[Request, float] = {}
         """When requests had their first rows."""
@@ -103,10 +111,14 @@ class Steps:
     def _costs(self) -> StepCosts | None:
         return None if self._pace is None else self._pace.costs
 
+    @property
+    def _step_time(self) -> StepTime | None:
+        return None if self._target_time is None else StepTime(self._target_time, self._all_steps.costs)
+
     def _step(self, now: float) -> tuple[list[Event], float]:
         try:
             if not self._out:
-                plan = self._scheduler.plan(self._recovery.only, self._costs)
+                plan = self._scheduler.plan(self._recovery.only, self._costs, self._step_time)
                 began, now = now, self.clock()
                 if not plan.forwards:
                     return self._scheduler.settle(plan, {}), now
@@ -123,7 +135,7 @@ class Steps:
         it needs its answers; others want the host beside them. Returns when that was done."""
         if not self.is_ahead or self._recovery.only is not None:
             return began
-        plan = self._scheduler.plan_ahead(self._costs)
+        plan = self._scheduler.plan_ahead(self._costs, self._step_time)
         if plan is None:
             return began
         now, rules = self.clock(), dict(self._scheduler.rules)  # some may end before it is begun
@@ -145,6 +157,11 @@ class Steps:
         except Exception as error:  # it is this step's, whichever is waited for first
             (failed := Future[Answers]()).set_exception(error)
             flight.answers = failed
+        if self._target_time is not None:
+            given = self.clock()
+            flight.giving = given - now
+            self._giving += flight.giving
+            flight.given = given - self._giving
 
     def _note_begun(self, plan: StepPlan, now: float) -> None:
         for request in plan.begun:
@@ -165,6 +182,8 @@ class Steps:
                 works += behind.plan.works
             return self._failed(error, list(dict.fromkeys(work.request for work in works)))
         executed = self.clock()
+        if self._target_time is not None:
+            self._note_time(flight, executed)
         events = self._scheduler.settle(plan, answers)
         try:
             return events, self._go_on(flight, behind, now, executed)
@@ -201,6 +220,14 @@ class Steps:
         self._stats.costs = self._pace.costs
         self._stats.num_wished_rows += plan.num_wished
         self._stats.num_granted_rows += plan.num_granted
+
+    def _note_time(self, flight: Flight, executed: float) -> None:
+        """What a step took, of whatever kind: giving it, and then from when it was given or the one before was over,
+        but for the steps that were given meanwhile."""
+        over = executed - self._giving
+        seconds, self._over = flight.giving + over - max(flight.given, self._over), over
+        target = flight.plan.forwards.get("target")
+        self._all_steps.note(StepShape(0 if target is None else len(target.token_ids)), 1, 0, 0.0, seconds)
 
     def _note_blocks(self) -> None:
         pool, stats = self._scheduler.pools["target"], self._stats

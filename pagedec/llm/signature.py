@@ -42,6 +42,7 @@ class EngineArgs(TypedDict, total=False):
     kv_offload_memory: int | str | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    target_step_time: float | None
     max_logprobs: int
     async_scheduling: bool | None
     speculative_config: dict[str, Any] | None
