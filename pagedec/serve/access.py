@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from pagedec.errors import InvalidArgument, Shown, within
 from pagedec.fields import Flag, Integer, Text, Texts, check_fields, check_names, field_names, option
 from pagedec.serve.server_config import ServerConfig
-from pagedec.serve.stamps import stamp_of
+from pagedec.serve.stamps import Reread
 from pagedec.serve.statuses import Refusal
 
 SHORTEST_TOKEN = 16
@@ -73,7 +73,7 @@ class Keys:
         """Raises `InvalidArgument` for a file that is not as it should be."""
         self._path, self._clock = Path(path), clock
         self._looked = clock()
-        self._stamp = stamp_of(self._path)
+        self._file = Reread(self._path)
         self._clients = read_clients(self._path)
 
     def client(self, metadata: Mapping[str, Any]) -> Client:
@@ -96,15 +96,13 @@ class Keys:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        stamp = stamp_of(self._path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._clients = read_clients(self._path)
-            LOG.info("api_keys: %d tokens were read from %s", len(self._clients), self._path)
-        except InvalidArgument as error:
-            LOG.error("api_keys: the tokens of before stay in force: %s", error)
+        clients = self._file.changed(
+            lambda: read_clients(self._path),
+            lambda error: LOG.error("api_keys: the tokens of before stay in force: %s", error),
+        )
+        if clients is not None:
+            self._clients = clients
+            LOG.info("api_keys: %d tokens were read from %s", len(clients), self._path)
 
 
 def read_clients(path: Path) -> list[tuple[bytes, Client]]:

@@ -13,7 +13,7 @@ import grpc.aio
 from pagedec.certificates import read_authorities, read_pair
 from pagedec.errors import InvalidArgument
 from pagedec.serve.server_config import LOOPBACK, LOOPBACK_NAMES, ServerConfig
-from pagedec.serve.stamps import stamp_of
+from pagedec.serve.stamps import Reread
 
 LOG = logging.getLogger("pagedec.serve")
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
@@ -87,19 +87,14 @@ def credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     paths = [config.tls_cert, config.tls_key, *([config.tls_client_ca] if config.tls_client_ca else [])]
-    known = {"stamp": [stamp_of(path) for path in paths]}
+    files = Reread(*paths)
 
     def changed() -> Any:
         """What is in force for a new connection: None, as before."""
-        stamp = [stamp_of(path) for path in paths]
-        if stamp == known["stamp"]:
-            return None
-        known["stamp"] = stamp
-        try:
-            return _certificates(config)
-        except InvalidArgument as error:
-            LOG.error("TLS: the certificate of before stays in force: %s", error)
-            return None
+        return files.changed(
+            lambda: _certificates(config),
+            lambda error: LOG.error("TLS: the certificate of before stays in force: %s", error),
+        )
 
     return grpc.dynamic_ssl_server_credentials(
         _certificates(config), changed, require_client_authentication=config.tls_client_ca is not None
