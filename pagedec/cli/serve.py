@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import gc
 import os
+import resource
 from collections.abc import Callable
 
 from pagedec import environment
@@ -29,6 +30,8 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.generation import WRITTEN
 from pagedec.serve.server_config import ServerConfig
 
+FILES = 65536
+"""As in deploy/pagedec.service."""
 EPILOG = """\
 examples:
   pagedec serve --port 50051
@@ -51,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pagedec.serve.logs import begin_logging
 
     begin_logging(options.log_level, options.log_format)
+    allow_connections()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(options, config))
 
@@ -72,6 +76,15 @@ def recommending(arguments: argparse.Namespace) -> EngineConfig:
     merged = {**table, **own} if is_flag else {**own, **table}
     model = dataclasses.replace(config.model, override_generation_config=merged or None)
     return dataclasses.replace(config, model=model)
+
+
+def allow_connections() -> None:
+    """Let the process have `FILES` open as far as the system lets it: each connection is one, and shells give out 1024,
+    with which nobody gets in behind a thousand who are idle, probes neither."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

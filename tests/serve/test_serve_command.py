@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from pagedec.v1 import generation_service_pb2_grpc
 from tests.serve.serving import greedy, parameters, prompt, reason
 
 SOURCES = Path(__file__).resolve().parents[2]
+FEW_FILES = 256
+"""That a shell gives to a server."""
 ASKED = health_pb2.HealthCheckRequest(service="pagedec.v1.GenerationService")
 
 
@@ -38,6 +41,7 @@ class Process:
 
     def __init__(self, path: Path, *flags: str, program: Sequence[str] = ("-m", "pagedec")) -> None:
         command = [
+            "sh", "-c", f'ulimit -S -n {FEW_FILES} && exec "$0" "$@"',
             sys.executable, *program, "serve", "--model", str(path), "--skip-tokenizer-init", "--port", "0",
             "--num-blocks", "1024", "--max-model-len", "16384", "--dtype", "float32", *flags,
         ]  # fmt: skip
@@ -102,6 +106,8 @@ def long(num_tokens: int) -> pb.GenerateStreamRequest:
 def test_a_drain(started: Callable[..., Process]) -> None:
     """Not serving; a grace in which requests are let in; then none; what runs ends, or is aborted; status 0."""
     process = started("--drain-grace", "1.0", "--drain-timeout", "1.0", "--log-format", "json").ready()
+    soft, hard = resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(65536, hard) > FEW_FILES or hard == resource.RLIM_INFINITY, "each connection is an open file"
     endless = long(16000)
     endless.client_request_id = "endless"
     call = process.generation.GenerateStream(endless)
