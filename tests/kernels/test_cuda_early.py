@@ -20,7 +20,7 @@ WIDTH, INNER = 64, 96
 
 
 def logits(rows: int, capability: int, form: str | None) -> list[Tensor]:
-    """Of a layer without attention, three times: carried out, recorded, repeated."""
+    """Of layers without attention, three times: carried out, recorded, repeated."""
     backend = DeviceBackend(load(EMULATED_DEVICE), torch.bfloat16)
     backend.library.functions.pd_emulate_hopper(c_void_p(backend.context.handle), c_int32(capability))
     number, x, out = (
@@ -38,6 +38,9 @@ def logits(rows: int, capability: int, form: str | None) -> list[Tensor]:
     program.linear(number, normed, up, inner)
     program.linear(number, inner, down, x, Epilogue.ADD)
     program.layer_norm(number, x, weight, weight, normed, 1e-5)
+    program.linear(number, normed, up, inner)
+    program.linear(number, inner, down, x, Epilogue.ADD)
+    program.rms_norm(number, x, weight, normed, 1e-5)
     program.linear(number, normed, head, out)
     program.finish()
     found = []
@@ -52,7 +55,7 @@ def logits(rows: int, capability: int, form: str | None) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("rows", "capability", "form"), [(5, 80, None), (20, 80, "int8_weight_only"), (40, 80, None), (70, 90, None)]
 )
-def test_a_layer_is_the_same(rows: int, capability: int, form: str | None) -> None:
+def test_layers_are_the_same(rows: int, capability: int, form: str | None) -> None:
     want = logits(rows, capability, form)
     with cuda_library.early(load(EMULATED_DEVICE)):
         found = logits(rows, capability, form)
