@@ -151,6 +151,27 @@ def test_the_window_of_mistral(given: dict[str, Any], expected: int) -> None:
     assert arch.window(0, 4096) == 0
 
 
+def test_mistral_with_layer_types_is_what_transformers_takes_for_ministral(tmp_path: Path) -> None:
+    """Its window is in the layers that are named, also where others read the file."""
+    types = ["full_attention", "sliding_attention"]
+    given = SMALL | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 4}
+    given |= {"sliding_window": 8, "layer_types": types}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.model_type, theirs.layer_types, theirs.sliding_window) == ("ministral", types, 8)
+
+    def windows(**changes: Any) -> list[int]:
+        arch = from_hf_config(given | changes)
+        return [arch.window(i, 100) for i in range(2)]
+
+    assert windows() == [0, 8]
+    assert windows(layer_types=None) == [8, 8]
+    assert windows(layer_types=["full_attention"] * 2) == [0, 0]
+    assert windows(sliding_window=None) == [0, 0]
+    with pytest.raises(InvalidArgument, match="layer_types is 'chunked_attention': .*supported are full_attention"):
+        windows(layer_types=["chunked_attention"] * 2)
+
+
 UPPER = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 4}
 
 
