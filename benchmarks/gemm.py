@@ -1,7 +1,7 @@
 """Linear layers next to what bounds them: a plain read of the weights, the dot-product unit, and torch's packed linear.
 
     python benchmarks/gemm.py [--rows 1 2 4 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32|int8]
-                              [--model smollm2|8b|down|tiny] [--against DIRECTORY]
+                              [--model smollm2|8b|down|logits|tiny] [--against DIRECTORY]
                               [--beside int8_weight_only q4_0 ...]
 
 One run is all the linear layers of a model's step, in order, as one program. Every round times ours, a plain read of
@@ -36,9 +36,12 @@ SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576
 LLAMA_8B = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 2
 # of one shape, so that a format of 4 bits leaves the caches too
 DOWN = [(4096, 14336)] * 3
+# the output matrix alone
+LOGITS = [(49152, 576)] * 4
 # for tests of this file
 TINY = [(96, 64), (64, 96)]
-MODELS = {"smollm2": SMOLLM2, "8b": LLAMA_8B, "down": DOWN, "tiny": TINY}
+MODELS = {"smollm2": SMOLLM2, "8b": LLAMA_8B, "down": DOWN, "logits": LOGITS, "tiny": TINY}
+WIDE = 32768  # outputs, from which on they are logits, in fp32
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16}
 
 
@@ -74,7 +77,7 @@ class Layers:
         arena = Arena()
         self.storage = arena.allocate(self.num_bytes)
         self.x = {k: torch.randn(max_rows, k, generator=generator).to(dtype) for _, k in shapes}
-        self.y = {n: torch.empty(max_rows, n, dtype=dtype) for n, _ in shapes}
+        self.y = {n: torch.empty(max_rows, n, dtype=torch.float32 if n >= WIDE else dtype) for n, _ in shapes}
         self.rows = torch.zeros(1, dtype=torch.int32)
         self.segment = Segment(0 if layout is None else int(layout.code), 0)
         records, offset = [], 0
@@ -104,7 +107,7 @@ class Layers:
             n,
             k,
             int(self.code),
-            int(self.code),
+            int(Dtype.F32 if n >= WIDE else self.code),
             int(Epilogue.STORE),
             int(quantization),
             following,

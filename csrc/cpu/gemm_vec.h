@@ -90,6 +90,10 @@ PD_INLINE F16 load16(const void *p) {
   return {_mm256_loadu_ps((const float *)p), _mm256_loadu_ps((const float *)p + 8)};
 }
 PD_INLINE void store16(float *p, F16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+PD_INLINE void store16_past_caches(float *p, F16 a) {  // a line
+  _mm256_stream_ps(p, a.lo), _mm256_stream_ps(p + 8, a.hi);
+}
+PD_INLINE void fence_past_caches() { _mm_sfence(); }
 PD_INLINE F16 add16(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 PD_INLINE F16 mul16(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 PD_INLINE F16 div16(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
@@ -170,9 +174,11 @@ PD_INLINE F16 pair_of_upper_halves(F16 even, F16 odd) {
 #endif
 
 // ---------------------------------------------------------------------------------------------------- for all of them
-#if PD_LEVEL < 2
+#if PD_LEVEL < 1
 PD_INLINE void store16_past_caches(float *p, F16 a) { store16(p, a); }
 PD_INLINE void fence_past_caches() {}
+#endif
+#if PD_LEVEL < 2
 PD_INLINE F16 load16_part(const float *p, int count) {
   if (count >= 16) return load16(p);
   float lane[16] = {};
