@@ -77,6 +77,9 @@ class BatchJob:
     ) -> None:
         if restart and retry_failed:
             raise InvalidArgument("retry_failed", True, "restart=True forgets all answers; give one of the two")
+        for name, value in (("input", input), ("output", output)):
+            if not str(value):  # as a path it would be the folder one is in
+                raise InvalidArgument(name, "", "must name a file")
         self.input, self.output, self.any_model = Path(input), Path(output), any_model
         self.model, self.seed = model.model, model.seed
         self.defaults, self.beams = dict(defaults or {}), dict(beams or {})
