@@ -311,13 +311,6 @@ def test_the_file_that_is_wrong_is_named(
     assert os.listdir() == ["in"]
 
 
-@pytest.mark.parametrize("name", ["input", "output"])
-def test_an_empty_name_is_not_the_folder_one_is_in(name: str, tmp_path: Path) -> None:
-    files: dict[str, Any] = {"input": write_input(tmp_path / "in", good_lines(1)), "output": tmp_path / "out"}
-    with pytest.raises(InvalidArgument, match=f"^{name} is '': must name a file$"):
-        BatchJob(**files | {name: ""}, model=ModelConfig("m"))
-
-
 def test_a_restart_that_never_runs_loses_no_answers(llm: LLM, tmp_path: Path) -> None:
     """As when the model of the new command does not exist."""
     source, out = write_input(tmp_path / "in", good_lines(2)), tmp_path / "out"

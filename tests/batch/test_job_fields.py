@@ -1,4 +1,4 @@
-"""Fields of bodies that are neither prompts nor sampling parameters, and answers without text."""
+"""Fields of bodies that are neither prompts nor sampling parameters, answers without text, and files without names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from pagedec import LLM, BeamSearchParams, SamplingParams
 from pagedec.batch import BatchJob, run_batch
 from pagedec.config import ModelConfig
-from pagedec.errors import FeatureNotAvailable
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from tests.batch.files import read_output, request, write_input
 
 
@@ -105,3 +105,10 @@ def test_beams_are_choices_with_scores(llm: LLM, tmp_path: Path) -> None:
     assert len(chat["choices"]) == 2 and all(choice["score"] < 0 for choice in chat["choices"])
     assert "score" not in plain["choices"][0]
     assert wrong["error"]["param"] == "beam_width"
+
+
+@pytest.mark.parametrize("name", ["input", "output"])
+def test_an_empty_name_is_not_the_folder_one_is_in(name: str, tmp_path: Path) -> None:
+    files: dict[str, Any] = {"input": write_input(tmp_path / "in", []), "output": tmp_path / "out"}
+    with pytest.raises(InvalidArgument, match=f"^{name} is empty: must name a file$"):
+        BatchJob(**files | {name: ""}, model=ModelConfig("m"))
