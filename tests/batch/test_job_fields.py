@@ -110,5 +110,5 @@ def test_beams_are_choices_with_scores(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["input", "output"])
 def test_an_empty_name_is_not_the_folder_one_is_in(name: str, tmp_path: Path) -> None:
     files: dict[str, Any] = {"input": write_input(tmp_path / "in", []), "output": tmp_path / "out"}
-    with pytest.raises(InvalidArgument, match=f"^{name} is empty: must name a file$"):
+    with pytest.raises(InvalidArgument, match=f"^{name} is '': must name a file$"):
         BatchJob(**files | {name: ""}, model=ModelConfig("m"))
