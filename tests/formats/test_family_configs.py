@@ -130,6 +130,15 @@ def test_both_spellings_of_gemma3() -> None:
     assert from_hf_config(new).full_attention_layers == (2, 5)
 
 
+def test_one_rotation_of_all_layers_is_no_gemma3() -> None:
+    """transformers takes `rope_parameters` for its own spelling, and finds neither of the two rotations in it."""
+    flat = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
+    theirs = AutoConfig.for_model("gemma3_text", rope_parameters=dict(flat))
+    assert theirs.rope_parameters["full_attention"] == {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(InvalidArgument, match="rope_parameters is .*: must have full_attention and sliding"):
+        from_hf_config(config_of("gemma3", rope_parameters=flat))
+
+
 def test_longrope_under_its_old_names() -> None:
     rope = {key: value for key, value in LONGROPE.items() if not key.startswith("rope_")}
     config = config_of("phi3", head_dim=32, max_position_embeddings=16384)

@@ -33,6 +33,9 @@ def _ropes(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
     """Return the rotation of the layers that see everything, and the base of the others."""
     rope = rope_parameters(values)
     if "full_attention" not in rope and "sliding_attention" not in rope:  # transformers 4
+        if rope and not values.get("rope_scaling"):  # transformers 5 passes it over
+            limit = "must have full_attention and sliding_attention in it: layers rotate in two ways"
+            raise InvalidArgument("rope_parameters", rope, limit)
         return {"rope_theta": values["rope_theta"], **rope}, values["rope_local_base_freq"]
     full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
     for field, given in (("full_attention", full), ("sliding_attention", local)):
