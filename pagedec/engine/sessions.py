@@ -42,8 +42,8 @@ class Sessions:
         self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
         self.num_branches = self.num_tokens = self._num_promised = self._num_coming = 0
-        self.num_forks = self.num_taken_back = 0
-        """Branches that clients have had forked, and tokens that they have taken back, so far."""
+        self.num_forks = self.num_taken_back = self.num_closed = 0
+        """Branches that clients have had forked, tokens that they have taken back, and branches that were closed."""
 
     # ---- what a client does
     def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int, ttl: float | None,
@@ -174,6 +174,7 @@ class Sessions:
         else:
             del self.owners[owner]
             self.num_tokens -= owner.counted
+        self.num_closed += 1  # last: whoever sees another number finds it closed
 
     def blocks(self, branches: Sequence[OpenBranch]) -> SessionBlocks:
         """KV blocks of the target model that branches hold, and how many of them others hold, too. The branches'

@@ -114,6 +114,7 @@ class Leases:
         self._branches: Counter[str] = Counter()  # of clients, those that are just being made too
         self._tokens: Counter[str] = Counter()  # of clients, those that are just being made
         self._num_bytes = 0  # of all chats
+        self._num_closed = 0  # branches that the engine had closed when it was last looked which they are
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -252,6 +253,8 @@ class Leases:
         for branch in branches if self._leases.get(lease.session_id) is lease else ():
             lease.branches[branch.name] = branch
             self._branches[lease.client] += 1
+            if branch.closed:  # meanwhile: that may have been looked at
+                self._num_closed = -1
 
     def drop(self, lease: Lease, names: Iterable[str] | None = None) -> None:
         """Branches were closed; None: all of the session."""
@@ -268,17 +271,25 @@ class Leases:
 
     async def watch(self, llm: AsyncLLM) -> None:
         """Close sessions whose leases have ended. Returns when the model was given up."""
+        sessions = llm.engine.sessions
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if llm.loop.closed:
                 return
-            if self._leases or llm.engine.sessions.dropped:
+            if self._leases or sessions.dropped:
                 await asyncio.wrap_future(llm.loop.call(lambda engine: engine.sessions.tidy(engine)))
-            for lease in list(self._leases.values()):
-                if not lease.session.session_state().num_branches:
-                    self.drop(lease)
-                elif gone := [name for name, branch in lease.branches.items() if branch.closed]:
-                    self.drop(lease, gone)  # by a call that was cancelled behind it
+            if self._num_closed != sessions.num_closed:  # going through thousands takes long
+                self._num_closed = sessions.num_closed
+                self._drop_closed()
+
+    def _drop_closed(self) -> None:
+        """Let go of what the engine has closed: leases that have ended, and branches of calls that were cancelled
+        behind it."""
+        for lease in list(self._leases.values()):
+            if not lease.session.session_state().num_branches:
+                self.drop(lease)
+            elif gone := [name for name, branch in lease.branches.items() if branch.closed]:
+                self.drop(lease, gone)
 
     def _weigh(self, lease: Lease) -> None:
         """Count what a chat's branches have; the first one, which is the session, also when it was closed."""

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
+from pagedec.engine.engine import Engine
+from pagedec.serve import leases as leases_module
+from pagedec.serve.access import Client
+from pagedec.serve.leases import Lease, Leases
 from pagedec.v1 import admin_service_pb2 as ab
 from pagedec.v1 import admin_service_pb2_grpc
 from pagedec.v1 import session_service_pb2 as pb
 from tests.serve.serving import Serving, parameters
 from tests.serve.test_metrics import of, scraped
 from tests.serve.test_session_service import ADA, BOB, KEYS, PROMPT, Held, ids, refused
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 Watched = tuple[Serving, admin_service_pb2_grpc.AdminServiceStub]
@@ -105,3 +111,54 @@ def test_a_session_has_its_client_s_salt_and_its_priority(serve: Serve, tmp_path
         cached.append(last.usage.cached_tokens > 0)
         held.close()
     assert cached == [False, False, True, False, True]
+
+
+def test_sessions_that_nobody_uses_cost_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are gone through where some were closed, and only then: thousands would take from everybody's calls."""
+    serving, looks = serve(), list[int]()
+    held, brief = Held(serving), Held(serving, ttl=Duration(seconds=3600))
+    leases, sessions = serving.server.leases, serving.llm.engine.sessions
+    drop, tidy = leases._drop_closed, sessions.tidy
+
+    def noted() -> None:
+        looks.append(len(leases))
+        drop()
+
+    num_tidied = [0]
+
+    def counted(engine: Engine) -> None:
+        num_tidied[0] += 1
+        tidy(engine)
+
+    monkeypatch.setattr(leases_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "_drop_closed", noted)
+    monkeypatch.setattr(sessions, "tidy", counted)
+    wait_for(lambda: num_tidied[0] > 5)
+    assert not looks
+    [owner] = [owner for owner in sessions.owners if owner.ttl == 3600]
+
+    def pass_over(engine: Engine) -> None:
+        owner.last_used, sessions._next_expiry = owner.last_used - 4000, 0.0
+
+    serving.llm.loop.call(pass_over).result(60)
+    wait_for(lambda: len(leases) == 1)
+    assert looks == [2] and refused(lambda: brief.tokens()) is not None
+    held.close()
+
+
+def test_a_session_that_ends_before_its_client_was_told_of_it_is_let_go(serve: Serve) -> None:
+    serving = serve()
+    leases, sessions = serving.server.leases, serving.llm.engine.sessions
+    held = Held(serving)
+    [lease] = leases._leases.values()
+    serving.llm.loop.call(lambda engine: sessions.close(engine, lease.session._branch)).result(60)
+    wait_for(lambda: not leases)
+    assert not leases._branches
+    serving.loop.run(reopened(leases, lease))
+    wait_for(lambda: not leases)
+    assert not leases._branches and refused(lambda: held.tokens()) is not None
+
+
+async def reopened(leases: Leases, lease: Lease) -> None:
+    """As where the engine has closed it before the call that opens it goes on."""
+    leases.open(lease.session, Client(name=lease.client), lease.ttl)
