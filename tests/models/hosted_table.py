@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import __version__
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedec.errors import ModelFileError, PagedecError
 from pagedec.models.hf.hosted_architecture import hosted_architecture
-from pagedec.models.registry import ARCHITECTURES
+from pagedec.models.registry import ARCHITECTURES, MODEL_TYPES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 VERSION = re.compile(r"The types of transformers ([0-9.]+),")
@@ -42,7 +43,10 @@ def outcome(model_type: str) -> str:
     """`NATIVE`, `HOSTED`, or why the type is refused."""
     declared = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     if declared in ARCHITECTURES:
-        return NATIVE
+        own = CONFIG_MAPPING_NAMES[model_type]
+        if own in {CONFIG_MAPPING_NAMES[native] for native in MODEL_TYPES}:
+            return NATIVE
+        declared = f"{own.removesuffix('Config')}ForCausalLM"  # of the class that its checkpoints were saved from
     config = {"model_type": model_type, "architectures": [declared]}
     try:
         try:

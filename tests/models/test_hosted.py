@@ -34,7 +34,16 @@ from pagedec.runtime.runner import LaneRunner
 from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.forked import forked
-from tests.models.hosted_checkpoints import FAMILIES, NUM_NEW_TOKENS, PROMPTS, Checkpoint, make_checkpoint, tiny_config
+from tests.models.hosted_checkpoints import (
+    FAMILIES,
+    NUM_NEW_TOKENS,
+    PROMPTS,
+    Checkpoint,
+    make_checkpoint,
+    shrunk_config,
+    tiny_config,
+    tiny_model,
+)
 from tests.support import all_logits
 
 RELATIVE = 1e-4  # of the largest logit; measured: 3e-6 at most
@@ -198,6 +207,26 @@ def test_native_families_agree_with_their_hosted_selves(family: str, tmp_path: P
         llm.close()
     assert texts["native"] == texts["transformers"] == texts["auto"]
     assert texts["native"][0] == [checkpoint.texts[0]]
+
+
+@pytest.mark.parametrize("declared", ["InternLM3ForCausalLM", "ExaoneForCausalLM"])
+def test_a_type_that_transformers_gives_to_another_types_class(declared: str, tmp_path: Path) -> None:
+    """Checkpoints name the class that they were saved from, which transformers does not have."""
+    model = tiny_model(shrunk_config(declared.removesuffix("ForCausalLM").lower()))
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": [declared]}))
+    tokens = list(range(3, 40))
+    with torch.no_grad():
+        want = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    files = resolve_model(str(tmp_path))
+    assert isinstance(load_architecture(files), HostedArchitecture)
+    assert relative_error(all_logits(load_hosted(tmp_path, make_backend(BACKEND)), tokens), want) < RELATIVE
+    other = declared.replace("CausalLM", "SequenceClassification")
+    (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": [other]}))
+    with pytest.raises(InvalidArgument, match="the language model of its configuration is LlamaForCausalLM"):
+        load_architecture(files)
 
 
 def test_random_weights_follow_the_seed(checkpoints: Checkpoints) -> None:

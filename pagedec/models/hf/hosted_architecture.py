@@ -143,7 +143,9 @@ def _refuse(config: Mapping[str, Any], reason: str) -> InvalidArgument:
 
 
 def _model_class(config: Mapping[str, Any], hf: Any) -> Any:
-    """The class that writes text with this configuration; it must be the one that the checkpoint was saved from."""
+    """The class that writes text with this configuration; it must be the one that the checkpoint was saved from, or
+    transformers carries out what was saved from a class of the type's own with another type's, as it does InternLM 3
+    with Llama's."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(hf, "is_encoder_decoder", False):
@@ -152,7 +154,10 @@ def _model_class(config: Mapping[str, Any], hf: Any) -> Any:
         raise Refused("transformers has no decoder-only language model for it")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
     declared = config.get("architectures")
-    if isinstance(declared, list) and declared and declared[0] != model_class.__name__:
+    names = [model_class.__name__]
+    if model_class.config_class is not type(hf):
+        names.append(f"{type(hf).__name__.removesuffix('Config')}ForCausalLM")
+    if isinstance(declared, list) and declared and declared[0] not in names:
         raise Refused(f"the language model of its configuration is {model_class.__name__}")
     return model_class
 
