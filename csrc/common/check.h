@@ -20,6 +20,9 @@ inline int check_pointer(const char *kernel, const char *field, const void *p) {
 #endif
   return p ? 0 : fail("%s: %s is NULL; it must point to data", kernel, field);
 }
+inline int check_optional(const char *kernel, const char *field, const void *p) {
+  return p ? check_pointer(kernel, field, p) : 0;
+}
 inline int check_range(const char *kernel, const char *field, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return 0;
   return fail("%s: %s is %lld; it must be %lld to %lld", kernel, field, (long long)value, (long long)low,

@@ -11,7 +11,9 @@ int check_rope_kv_write(const pd_rope_kv_write_args &a) {
       check_array(name, "q_out", a.q_out, a.num_rows) || check_array(name, "slots", a.slots, a.num_rows) ||
       check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
       check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind) ||
-      check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1))
+      check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1) ||
+      check_optional(name, "cos_sin", a.cos_sin) || check_optional(name, "q_norm", a.q_norm) ||
+      check_optional(name, "k_norm", a.k_norm))
     return -1;
   if (a.cos_sin) {
     if (check_array(name, "positions", a.positions, a.num_rows) ||
@@ -28,7 +30,7 @@ int check_kv_copy(const pd_kv_copy_args &a) {
   const char *name = "pd_kv_copy";
   if (check_count(name, "num_moves", a.num_moves) || check_array(name, "src", a.src, a.num_moves) ||
       check_array(name, "dst", a.dst, a.num_moves) || check_pointer(name, "k_cache", a.k_cache) ||
-      check_pointer(name, "v_cache", a.v_cache) ||
+      check_pointer(name, "v_cache", a.v_cache) || check_optional(name, "token_plane", a.token_plane) ||
       check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind) ||
       check_range(name, "num_layers", a.num_layers, 1, 65536) ||
       check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))

@@ -1,9 +1,23 @@
 #include "common/check.h"
 
 namespace pagedec {
+namespace {
+
+// Where there may be something, it is the device's.
+int check_gemm_places(const pd_gemm_args &a, bool has_rows) {
+  const char *name = "pd_gemm";
+  if (has_rows && (check_optional(name, "x", a.x) || check_optional(name, "y", a.y))) return -1;
+  return check_optional(name, "packed", a.packed) || check_optional(name, "bias", a.bias) ||
+                 check_optional(name, "next_packed", a.next_packed)
+             ? -1
+             : 0;
+}
+
+}  // namespace
 
 int check_gemm(const pd_gemm_args &a) {
   if (!a.num_rows) return fail("pd_gemm: num_rows is NULL");
+  if (check_optional("pd_gemm", "num_rows", a.num_rows)) return -1;
   const int rows = kReadsRecords ? *a.num_rows : 1;
   if (rows < 0) return fail("pd_gemm: num_rows is %d; it must be 0 or more", rows);
   if (a.n < 1) return fail("pd_gemm: n is %d; it must be 1 or more", a.n);
@@ -24,7 +38,7 @@ int check_gemm(const pd_gemm_args &a) {
   if (a.next_bytes < 0) return fail("pd_gemm: next_bytes is %lld; it must be 0 or more", (long long)a.next_bytes);
   if (rows && !a.x) return fail("pd_gemm: x is NULL with %d rows", rows);
   if (rows && !a.y) return fail("pd_gemm: y is NULL with %d rows", rows);
-  return 0;
+  return check_gemm_places(a, rows > 0);
 }
 
 int block_values(int32_t format) {

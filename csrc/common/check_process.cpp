@@ -62,7 +62,7 @@ int check_process_logits(const pd_process_logits_args &a) {
   if (check_count(name, "num_rows", a.num_rows)) return -1;
   for (int i = 0; i < (int)(sizeof arrays / sizeof *arrays); i++)
     if (check_array(name, names[i], arrays[i], a.num_rows)) return -1;
-  if (check_range(name, "vocab", a.vocab, 1, kMostTokens) ||
+  if (check_optional(name, "parents", a.parents) || check_range(name, "vocab", a.vocab, 1, kMostTokens) ||
       check_range(name, "block_size", a.block_size, 1, 65536) ||
       check_range(name, "table_stride", a.table_stride, 0, INT32_MAX) ||
       check_range(name, "num_rules", a.num_rules, 0, INT32_MAX) ||

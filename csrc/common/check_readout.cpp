@@ -66,6 +66,7 @@ int check_restrict_logits(const pd_restrict_logits_args &a) {
       check_range(name, "num_words", a.num_words, 0, INT32_MAX))
     return -1;
   if (a.num_words && check_pointer(name, "words", a.words)) return -1;
+  if (check_optional(name, "places", a.places)) return -1;
   if (a.places && check_each(name, "places", a.places, a.num_rows, -1, (int64_t)a.num_words - 1)) return -1;
   if (!a.num_banned) return 0;
   if (check_count(name, "num_banned", a.num_banned) ||

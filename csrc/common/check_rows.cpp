@@ -10,7 +10,8 @@ template <class Args>
 int check_norm(const char *name, const Args &a) {
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
       check_pointer(name, "weight", a.weight) || check_array(name, "out", a.out, a.num_rows) ||
-      check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
+      check_optional(name, "row_ids", a.row_ids) || check_dtype(name, a.dtype) ||
+      check_range(name, "dim", a.dim, 1, INT32_MAX))
     return -1;
   if (!(a.eps >= 0.0f) || !std::isfinite(a.eps))
     return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
@@ -37,7 +38,7 @@ int check_rms_norm(const pd_rms_norm_args &a) {
 }
 
 int check_layer_norm(const pd_layer_norm_args &a) {
-  return check_norm("pd_layer_norm", a);
+  return check_norm("pd_layer_norm", a) ? -1 : check_optional("pd_layer_norm", "bias", a.bias);
 }
 
 int check_embed(const pd_embed_args &a) {
@@ -58,6 +59,9 @@ int check_embed(const pd_embed_args &a) {
     return -1;
   if (a.positions && !a.position_table)
     return fail("pd_embed: position_table is NULL; positions and position_table must be given together");
+  if (check_optional(name, "slots", a.slots) || check_optional(name, "token_plane", a.token_plane) ||
+      check_optional(name, "position_table", a.position_table))
+    return -1;
   if (a.segments && check_segments(name, a.segments, a.num_segments, a.vocab, a.dim)) return -1;
   if (!std::isfinite(a.scale)) return fail("pd_embed: scale is %g; it must be finite", (double)a.scale);
   return 0;
