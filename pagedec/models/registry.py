@@ -56,10 +56,15 @@ def from_hf_config(
     family of our own. Only a configuration with `files` can be given to transformers.
     """
     declared, model_type = config.get("architectures"), config.get("model_type")
+    typed = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if isinstance(declared, list) and declared:
         family = ARCHITECTURES.get(declared[0]) if isinstance(declared[0], str) else None
+        if family is not None and typed is not None and family is not typed:
+            own = " or ".join(family.model_types)
+            limit = f"must be {own} beside the architecture {declared[0]}: transformers goes by the type, others do not"
+            raise InvalidArgument("model_type", model_type, limit)
     else:
-        family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+        family = typed
     if family is not None and model_impl != "transformers":
         return family.read(config)
     if files is None or model_impl == "native":

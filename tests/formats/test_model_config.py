@@ -203,6 +203,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": [3]}, "architectures is 3"),
     ({"architectures": None, "model_type": "gemma"}, "model_type is 'gemma': .*llama, mistral, qwen2, qwen3"),
     ({"architectures": None}, "model_type is None"),
+    ({"model_type": "mistral"}, "model_type is 'mistral': must be llama beside the architecture LlamaForCausalLM"),
     ({"hidden_size": None}, "hidden_size is None: must be given"),
     ({"vocab_size": None}, "vocab_size is None"),
     ({"hidden_size": "64"}, "hidden_size is '64': must be an integer"),
