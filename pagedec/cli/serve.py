@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     options, config = given_options(arguments, ServerConfig), recommending(arguments)
-    if options.log_format == "json":
-        environment.quiet_grpc()
+    environment.quiet_grpc()  # it waits for who reads standard error, while it holds up all connections
     from pagedec.serve.logs import begin_logging
 
     begin_logging(options.log_level, options.log_format)
