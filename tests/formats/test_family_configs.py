@@ -297,12 +297,40 @@ def test_the_text_part_of_gemma3_with_images(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     arch = load_architecture(resolve_model(str(tmp_path)))
     assert (arch.name, arch.eos_token_ids, arch.vocab_size) == ("gemma3", (2, 3), 96)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written.pop("tie_word_embeddings") and from_hf_config(written) == arch
+    written["text_config"]["tie_word_embeddings"] = False
+    assert from_hf_config(written) == arch, "transformers does not look there"
+    with pytest.raises(InvalidArgument, match="final_logit_softcapping is 30.0: is not .* with images"):
+        from_hf_config(written | {"text_config": {**text, "final_logit_softcapping": 30.0}})
     source = open_model_weights(arch, resolve_model(str(tmp_path)), torch.float32)
     ours = build_model(arch, source, ReferenceBackend(torch.float32), 64)
     tokens = list(range(40, 70))
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0].float()
     assert torch.allclose(all_logits(ours, tokens), theirs, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_gemma3_4b_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Its text part says what differs from the class's defaults, and nothing else."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    given = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    given |= {"eos_token_id": [1, 106], "vision_config": {"model_type": "siglip_vision_model"}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    arch, own = from_hf_config(given), theirs.get_text_config()
+    assert (arch.num_attention_heads, arch.num_kv_heads, arch.head_dim) == (8, 4, 256)
+    assert (own.num_attention_heads, own.num_key_value_heads, own.head_dim) == (8, 4, 256)
+    assert arch.tie_word_embeddings is theirs.tie_word_embeddings is True
+    assert (arch.vocab_size, arch.eos_token_ids) == (own.vocab_size, (1, 106))
+    full, local = (own.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    assert (arch.rope_theta, arch.local_rope_theta) == (full["rope_theta"], local["rope_theta"])
+    assert arch.rope_scaling is not None and arch.rope_scaling.factor == full["factor"]
+    kinds = [arch.is_sliding(i) for i in range(34)]
+    assert kinds == [kind == "sliding_attention" for kind in own.layer_types]
 
 
 def test_gpt2_as_the_hub_has_it(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from pagedec.models.families.gemma2 import gemma_fields, gemma_gguf_fields
 from pagedec.models.family import Family
 from pagedec.models.transformer import Transformer
 
-DEFAULTS = {
-    "vocab_size": 262208, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 4,
+DEFAULTS = {  # all of them: of a text part, files say what differs from these alone
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072,
     "head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
@@ -52,7 +53,11 @@ def read(config: Mapping[str, Any]) -> Architecture:
     text = config.get("text_config")
     if isinstance(text, Mapping):
         ends = {field: config[field] for field in ("bos_token_id", "eos_token_id") if config.get(field) is not None}
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text, **ends}
+        tied = config.get("tie_word_embeddings", True)  # the text part's own says nothing
+        config = {**text, **ends, "tie_word_embeddings": tied}
+        if text.get("final_logit_softcapping") is not None:  # nor does transformers act on this
+            limit = "is not supported in Gemma 3 with images; must be null"
+            raise InvalidArgument("final_logit_softcapping", text["final_logit_softcapping"], limit)
     values = merged(config, DEFAULTS)
     if values.get("attn_logit_softcapping") is not None:  # transformers reads the field and does not act on it
         limit = "is not supported in Gemma 3; must be null"
