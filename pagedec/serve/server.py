@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,8 @@ from pagedec.v1 import (
 LOG = logging.getLogger("pagedec.serve")
 LAST_SECONDS = 2.0
 """For calls that were aborted to be told so."""
+PROBE_SIZE = 1024
+"""Bytes of what probes ask, a service's name: nobody there has a token."""
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 FRONT = (
@@ -264,7 +267,8 @@ class Server:
 
     async def _open_probe(self, port: int) -> int:
         """Health alone, for whoever has neither TLS nor a token."""
-        server = self._server(Calls(None, self.config.send_timeout, self._observers))
+        small = dataclasses.replace(self.config, max_message_size=PROBE_SIZE)
+        server = self._server(Calls(None, self.config.send_timeout, self._observers), small)
         health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
         bound = ports.bind(server, self.config.host, port, field="probe_port")
         await server.start()
@@ -279,8 +283,8 @@ class Server:
     def _observers(self) -> tuple[Metrics, ...]:
         return () if self._metrics is None else (self._metrics,)
 
-    def _server(self, calls: Calls) -> grpc.aio.Server:
-        server = grpc.aio.server(interceptors=(calls,), options=ports.options(self.config))
+    def _server(self, calls: Calls, config: ServerConfig | None = None) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=(calls,), options=ports.options(config or self.config))
         self._servers.append(server)
         return server
 

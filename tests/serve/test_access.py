@@ -98,6 +98,9 @@ def test_every_service_asks_for_a_token(serve: Serve, keys: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:  # nothing else is there
             admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.RpcError) as caught:  # nor is anything large taken from whom nobody knows
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x" * 2000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
