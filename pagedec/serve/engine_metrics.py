@@ -47,8 +47,9 @@ PLACES: tuple[tuple[str, str, Callable[[DraftCount], tuple[int, ...]]], ...] = (
     ("spec_decode_num_drafts_per_pos", "Drafts that had a token in this place, from 0", lambda d: d.drafted),
     ("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted up to this place, from 0", lambda d: d.accepted),
 )
-FIRST_PLACES = 4
-"""Places in a draft that are told of from the start; further ones when there was one."""
+FIRST_PLACES, MOST_PLACES = 4, 32
+"""Places in a draft that are told of from the start; and how many when there were drafts as long. A request may ask for
+one of a thousand tokens, and its places would be told of for good."""
 NOTHING = DraftCount(0, 0, 0, (), ())
 PREFIX = "pagedec_"
 
@@ -96,7 +97,7 @@ def _draft_families(census: Census) -> Iterator[Metric]:
         family = CounterMetricFamily(PREFIX + name, text, labels=["method", "position"])
         for method, count in drafts.items():
             values = places(count)
-            for i in range(max(FIRST_PLACES, len(values))):
+            for i in range(min(max(FIRST_PLACES, len(values)), MOST_PLACES)):
                 family.add_metric([method, str(i)], values[i] if i < len(values) else 0)
         yield family
     back = CounterMetricFamily(PREFIX + "rollback_tokens", "Tokens that were taken back, by whom", labels=["by"])

@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tests.algorithms.reconsider  # noqa: F401
 from pagedec import AsyncLLM
+from pagedec.engine.census import Census, DraftCount
 from pagedec.errors import InvalidArgument
+from pagedec.serve.engine_metrics import EngineMetrics
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
 from tests.serve.serving import Loop, Serving, greedy, parameters, prompt
@@ -294,3 +296,12 @@ def test_they_are_there_while_the_engine_is_in_a_long_step(serve: Serve) -> None
     assert of(scraped(serving), "kv_blocks", state="free") == of(before, "kv_blocks", state="free")
     hold.set()
     assert stuck.result(10)
+
+
+def test_a_long_draft_makes_no_number_for_each_of_its_tokens() -> None:
+    """Requests say how long theirs are."""
+    long = DraftCount(1, 1000, 900, (1,) * 1000, (1,) * 900)
+    families = EngineMetrics(lambda: Census(drafts={"ngram": long})).collect()
+    labels = [sample.labels for family in families for sample in family.samples]
+    told = [own["position"] for own in labels if own.get("method") == "ngram" and "position" in own]
+    assert told == 2 * [str(i) for i in range(32)]
