@@ -16,7 +16,7 @@ from tests.kernels import host_memory
 MODULES = {"test_norm", "test_argmax", "test_soft_cap", "test_embed", "test_parts", "test_rope", "test_kv_copy"}
 MODULES |= {"test_topk", "test_sample", "test_process_logits", "test_verify", "test_best"}
 MODULES |= {"test_attention_bits", "test_restrict_logits", "test_copy_rows", "test_pick_logits", "test_readout"}
-MODULES |= {"test_memory", "test_gemm", "test_gemm_int8", "test_kv_bytes"}
+MODULES |= {"test_attention_unseen", "test_memory", "test_gemm", "test_gemm_int8", "test_kv_bytes"}
 MODULES |= {"test_gemm_blocks", "test_embed_blocks", "test_gemm_weight_only"}
 TOO_LONG = {
     "test_tokens_follow_the_exact_distribution",
@@ -31,6 +31,8 @@ BETWEEN_PAGES = {"test_rows_in_and_out", "test_cache_writes_and_moves", "test_en
 reaches only with all memory of the host. The emulated device alone runs them, as every instruction set does."""
 LONG = {"test_alone_is_in_a_crowd", "test_order_of_branches", "test_chunked_is_whole"}
 LONG |= {"test_no_bit_depends_on_the_size_of_a_block", "test_few_rows_and_many"}
+LONG |= {"test_behind_the_ends", "test_tokens_that_some_rows_see", "test_rows_in_pieces_of_every_height"}
+LONG |= {"test_company_of_other_lengths"}
 """Those of them that take it many seconds; test_cuda_attention.py and test_kv_bytes.py have smaller ones."""
 
 OF_CONTENTS = {
