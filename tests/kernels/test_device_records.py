@@ -1,5 +1,5 @@
 """Whatever a record leads to is the device's own memory: another address, at which a GPU would fault, is an error of
-the emulated device, in every field."""
+the emulated device, in every field; and so is one that a copy leads to."""
 
 from __future__ import annotations
 
@@ -86,3 +86,22 @@ def test_cache_writes_and_moves(strict: StrictContext) -> None:
     calls.rope_kv_write(context, qkv, *arrays, shape, cos_sin=normal(5, 16, seed=4), q_norm=norm, k_norm=norm)
     calls.kv_copy(context, k, v, ints([17, 18]), ints([9, 10]), ints(range(24)))
     assert strict.refused >= {"cos_sin", "q_norm", "k_norm", "positions", "k_cache", "token_plane"}
+
+
+def test_copies() -> None:
+    """To memory that is the host's, was given back, or ends before they do; and from there."""
+    backend = DeviceBackend(load(EMULATED_DEVICE), torch.bfloat16)
+    context, freed = backend.context, backend.zeros((4,), torch.int32)
+    own, host, fetch = backend.place(ints(range(4))), ints(range(4)), context.new_fetch(64)
+    places = [(host.data_ptr(), 16), (freed.data_ptr(), 16), (own.data_ptr(), 20)]
+    del freed
+    for place, num_bytes in places:
+        for name, copy in {
+            "write": lambda at, size: context.write_memory(at, host.data_ptr(), size),
+            "read": lambda at, size: context.read_memory(torch.empty(8).data_ptr(), at, size),
+            "fill": lambda at, size: context.fill_memory(at, 0, size),
+            "fetch_begin": fetch.begin,
+        }.items():
+            with pytest.raises(KernelError, match=f"{name}: invalid argument"):
+                copy(place, num_bytes)
+    assert backend.memory.get(own).tolist() == host.tolist() == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 // What tests ask of emulated devices, and what a driver knows of them besides (runtime.h).
 #pragma once
+#include <cstdint>
 
 namespace pagedec::emulate {
 
@@ -7,5 +8,7 @@ namespace pagedec::emulate {
 // takes hundreds of megabytes.
 bool is_in_use(int device);
 void set_unused(int device);
+// Whether all of it is some device's memory, or the host's and mapped.
+bool holds(const void *, int64_t num_bytes);
 
 }  // namespace pagedec::emulate

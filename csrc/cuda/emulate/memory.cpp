@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "cuda/emulate/devices.h"
 #include "cuda/emulate/stream.h"
 
 namespace pagedec::emulate {
@@ -61,6 +62,11 @@ class Device {
     if (next == pieces_.begin()) return false;
     const Piece &piece = std::prev(next)->second;
     return p <= piece.end && (!piece.pages || piece.device == own_device);
+  }
+  bool holds_all(const char *p, int64_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto next = pieces_.upper_bound(p);
+    return num_bytes == 0 || (next != pieces_.begin() && p + num_bytes <= std::prev(next)->second.end);
   }
   void open() {
     const std::lock_guard lock(mutex_);
@@ -139,6 +145,7 @@ bool release(void *begin) {
 }
 bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
 bool unmap(const void *from) { return device().unmap((const char *)from); }
+bool holds(const void *p, int64_t num_bytes) { return device().holds_all((const char *)p, num_bytes); }
 Opened::Opened() { device().open(); }
 Opened::~Opened() { device().close(); }
 Access::Access(bool is_alone) { is_alone_now = is_alone; }

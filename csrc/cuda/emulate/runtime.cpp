@@ -219,12 +219,14 @@ cudaError_t cudaHostGetDevicePointer(void **seen, void *from, unsigned) { return
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t num_bytes, cudaMemcpyKind way, cudaStream_t stream) {
   PD_FORBIDDEN();
   PD_FORBIDDEN(stream);
+  if (!holds(way == cudaMemcpyDeviceToHost ? from : to, (int64_t)num_bytes)) return error(cudaErrorInvalidValue);
   if (way == cudaMemcpyDeviceToHost && pinned().holds(to)) memset(to, 0xff, num_bytes);
   return put(stream, [=] { return forget_before(), memcpy(to, from, num_bytes), std::string(); }), cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *to, int byte, size_t num_bytes, cudaStream_t stream) {
   PD_FORBIDDEN();
   PD_FORBIDDEN(stream);
+  if (!holds(to, (int64_t)num_bytes)) return error(cudaErrorInvalidValue);
   return put(stream, [=] { return forget_before(), memset(to, byte, num_bytes), std::string(); }), cudaSuccess;
 }
 
