@@ -209,6 +209,20 @@ def test_native_families_agree_with_their_hosted_selves(family: str, tmp_path: P
     assert texts["native"][0] == [checkpoint.texts[0]]
 
 
+def test_mistral_with_layer_types_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
+    """A window in the second layer alone, natively and hosted."""
+    changes = {"head_dim": 16, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+    checkpoint = make_checkpoint("ministral", tmp_path, **changes)
+    written = json.loads((tmp_path / "config.json").read_text())
+    own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps(written | own))
+    for impl in ("native", "transformers"):
+        config = EngineConfig.from_kwargs(model=str(tmp_path), model_impl=impl, skip_tokenizer_init=True)
+        model = load_model(config.model, make_backend(BACKEND)).model
+        assert isinstance(model, HostedModel) == (impl == "transformers")
+        assert relative_error(all_logits(model, checkpoint.tokens), checkpoint.logits) < RELATIVE
+
+
 @pytest.mark.parametrize("declared", ["InternLM3ForCausalLM", "ExaoneForCausalLM"])
 def test_a_type_that_transformers_gives_to_another_types_class(declared: str, tmp_path: Path) -> None:
     """Checkpoints name the class that they were saved from, which transformers does not have."""

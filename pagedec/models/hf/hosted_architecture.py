@@ -145,16 +145,19 @@ def _refuse(config: Mapping[str, Any], reason: str) -> InvalidArgument:
 def _model_class(config: Mapping[str, Any], hf: Any) -> Any:
     """The class that writes text with this configuration; it must be the one that the checkpoint was saved from, or
     transformers carries out what was saved from a class of the type's own with another type's, as it does InternLM 3
-    with Llama's."""
+    with Llama's, and Mistral that has layer_types with Ministral's."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if getattr(hf, "is_encoder_decoder", False):
         raise Refused("it is an encoder-decoder")
     if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Refused("transformers has no decoder-only language model for it")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
-    declared = config.get("architectures")
+    declared, model_type = config.get("architectures"), config.get("model_type")
     names = [model_class.__name__]
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type != hf.model_type:
+        names.append(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     if model_class.config_class is not type(hf):
         names.append(f"{type(hf).__name__.removesuffix('Config')}ForCausalLM")
     if isinstance(declared, list) and declared and declared[0] not in names:
