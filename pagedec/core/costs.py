@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,16 +48,29 @@ class StepCosts:
     def of(self, num_rows: np.ndarray | int) -> np.ndarray:
         """Seconds of steps of so many rows."""
         wanted, rows, seconds = np.asarray(num_rows, np.float64), self.rows, self.seconds
-        slope = (seconds[-1] - seconds[0]) / (rows[-1] - rows[0]) if len(rows) > 1 else 0.04 * seconds[0]
-        behind = np.maximum(wanted - rows[-1], 0) * slope / 2
+        behind = np.maximum(wanted - rows[-1], 0) * self._slope_behind
         before = np.minimum(wanted / rows[0], 1) / 2 + 0.5
         return np.interp(wanted, rows, seconds) * before + behind
 
     def most_rows(self, seconds: float, most: int) -> int:
         """How many rows a step may have, 1 to `most`, that is not to take longer; what lies far behind the last point
         is found out step by step, each with twice the rows."""
-        rows = np.arange(1, min(most, 2 * math.ceil(self.rows[-1])) + 1)
-        return max(1, int(np.searchsorted(self.of(rows), seconds, side="right")))
+        rows, known = self.rows, self.seconds
+        if (place := bisect_right(known, seconds)) == 0:
+            found = rows[0] * (2 * seconds / known[0] - 1)
+        elif place == len(known):
+            slope = self._slope_behind
+            found = rows[-1] + (seconds - known[-1]) / slope if slope else math.inf
+        else:
+            share = (seconds - known[place - 1]) / (known[place] - known[place - 1])
+            found = rows[place - 1] + (rows[place] - rows[place - 1]) * share
+        return max(1, math.floor(min(found + 1e-6, most, 2 * math.ceil(rows[-1]))))
+
+    @property
+    def _slope_behind(self) -> float:
+        """Seconds of a row behind the last point."""
+        rows, seconds = self.rows, self.seconds
+        return ((seconds[-1] - seconds[0]) / (rows[-1] - rows[0]) if len(rows) > 1 else 0.04 * seconds[0]) / 2
 
     def of_rolls(self, count: np.ndarray, depth: np.ndarray, is_masked: bool) -> np.ndarray:
         """Seconds that rolls of `depth` tokens take, of `count` sequences at once."""

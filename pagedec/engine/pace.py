@@ -44,7 +44,10 @@ class StepPace:
     """A curve of seconds by rows that never falls; each step moves its own place, and a little the whole curve, so that
     a machine that got slower is known where it was not measured again. Old steps are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_wary: bool = False) -> None:
+        """`is_wary`: what few steps have said is not believed for long. Whoever avoids what is slow would never measure
+        again what was so once, while weights came from a disk or a process stood still."""
+        self._is_wary = is_wary
         self._places: dict[int, Place] = {}
         self._scale = 0.0
         self._num_steps = 0
@@ -123,10 +126,15 @@ class StepPace:
         known[size] = own if before is None else before + 2 * GAIN * (min(own, 2 * before + 1e-6) - before)
 
     def _made(self) -> StepCosts:
-        places = sorted(self._places.values(), key=lambda place: place.rows)
+        now = self._num_steps
+        believed = (
+            place for place in self._places.values()
+            if not self._is_wary or now - place.last <= OLD * 4 ** min(place.num_steps, CERTAIN)
+        )  # fmt: skip
+        places = sorted(believed, key=lambda place: place.rows)
         if not places:
             return StepCosts((1.0,), (1.0,), 0.0, (FIRST_ROLL,) * ROLL_SIZES, (FIRST_ROLL,) * ROLL_SIZES)
-        blocks = [[place.level, place.weight(self._num_steps), 1] for place in places]
+        blocks = [[place.level, place.weight(now), 1] for place in places]
         merged: list[list[float]] = []
         for block in blocks:  # neighbours that fall are pooled
             merged.append(list(block))

@@ -65,7 +65,7 @@ class Steps:
         self.clock, self._debug, self.is_ahead = clock, debug, is_ahead
         self._recovery = Recovery()
         self._pace: StepPace | None = None
-        self._target_time, self._all_steps = target_time, StepPace()
+        self._target_time, self._all_steps = target_time, StepPace(is_wary=True)
         self._giving, self._over = 0.0, -math.inf  # what giving steps has taken; when the last one was over, without it
         self._out: list[Flight] = []
         self.begun: dict[Request, float] = {}

@@ -30,6 +30,22 @@ def test_places_never_cross_a_tile() -> None:
     assert all(place_of(rows) in group for group in groups[:-1] for rows in group)
 
 
+@pytest.mark.parametrize("first", [[(30, 20.0)], [(30, 60.0), (30, 9.0)], [(512, 60.0)], [(8, 0.02), (48, 60.0)]])
+def test_who_avoids_what_is_slow_is_not_kept_from_it_by_steps_that_were_slow_once(
+    first: list[tuple[int, float]],
+) -> None:
+    """The first steps, while weights come from a disk: what would fit is found out again, also what would not."""
+    pace, num_long = StepPace(is_wary=True), 0
+    for num_rows, seconds in first:
+        pace.note(StepShape(num_rows), 1, 0, 0.0, seconds)
+    for i in range(1000):
+        rows = 8 + (max(16, pace.costs.most_rows(0.2, 512) - 8) if i % 5 else 0)
+        seconds = 0.02 + 0.0018 * rows if rows <= 160 else 1.0
+        num_long += seconds > 0.21
+        pace.note(StepShape(rows), 1, 0, 0.0, seconds)
+    assert 96 <= pace.costs.most_rows(0.2, 512) <= 101 and num_long < 6
+
+
 def test_a_curve_is_learned_through_noise() -> None:
     rng = random.Random(1)
     pace = StepPace()
