@@ -79,11 +79,11 @@ class Drafting:
                 return
         if isinstance(draft, Roll):
             draft, roll = self._plan_roll(request, branch, draft, chain.is_whole)
-        if chain.is_whole and draft.num_nodes and self._fits(request, branch, draft, self._rows.left):
+        if chain.is_whole and draft.num_nodes and self._fits(request, branch, draft, self._rows.spare):
             size = draft.num_nodes
         if not size or not reserve([(branch.table, count + size)], self._copies["target"]):
             draft, size = EMPTY, 0
-        self._rows.left -= size
+        self._rows.take_draft(size)
         self._rows.lay(request, branch, count, chain.query if chain.is_whole else None, draft, roll)
 
     def _lay_plain(self, request: Request, chain: Chain) -> bool:
@@ -111,10 +111,10 @@ class Drafting:
             both.append((chain, draft))
             rolls.append(roll)
         size = sum(draft.num_nodes for _, draft in both)
-        fit = size <= self._rows.left and all(self._fits(request, c.branch, d, size) for c, d in both if d.num_nodes)
+        fit = size <= self._rows.spare and all(self._fits(request, c.branch, d, size) for c, d in both if d.num_nodes)
         wants = [(chain.branch.table, chain.num_tokens + draft.num_nodes) for chain, draft in both]
         granted = size > 0 and fit and reserve(wants, self._copies["target"])
-        self._rows.left -= size if granted else 0
+        self._rows.take_draft(size if granted else 0)
         for (chain, draft), roll in zip(both, rolls, strict=True):
             own = draft if granted else EMPTY
             self._rows.lay(request, chain.branch, chain.num_tokens, chain.query, own, roll)
@@ -136,7 +136,7 @@ class Drafting:
         table.truncate(table.length)  # a tail that no step has used is forgotten
         length = history.depth[branch.tip]
         pending = length - table.length
-        count = min(pending, self._limits.chunk, rows.draft_left)
+        count = min(self._limits.chunk, rows.most_drafting(pending))
         caught_up = is_whole and count == pending and length + roll.count <= request.limit
         caught_up = caught_up and length + roll.count - 1 <= self._limits.longest("draft")  # the last one is only drawn
         if rows.draft_left <= 0 or not (caught_up or count) or not self._can_read(request, branch, count):
@@ -153,7 +153,7 @@ class Drafting:
             rule_id = -1 if request.rules is NO_RULES else request.arrival
             work.roll = builder.roll(table, row, length, roll, rule_id, branch.prompt_length)
         rows.plan.works.append(work)
-        rows.draft_left -= max(1, count)
+        rows.take_drafting(pending, count)
         return (roll, work.roll) if caught_up else (EMPTY, -1)
 
     def _can_read(self, request: Request, branch: Branch, count: int) -> bool:

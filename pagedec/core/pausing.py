@@ -1,4 +1,4 @@
-"""Who writes does not wait for long while others read: how many rows prompts may have in a step."""
+"""Who writes does not wait for long while others read, or draft: how many rows they may have in a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pagedec.core.costs import StepTime
 from pagedec.core.request import LAST, Request
 
 LEAST = 16
-"""Rows of a step that are for prompts however long it takes: they, too, come to an end."""
+"""So many rows they have however long the step takes: prompts, too, come to an end."""
 
 
-def rows_to_read(started: Iterable[Request], step_time: StepTime, most: int) -> int:
-    """Rows of one step for chains of more than one token, prompts' and those of who lost his blocks: what the expected
-    time leaves beside a row for each branch that writes. `most`, where none does."""
+def extra_rows(started: Iterable[Request], step_time: StepTime, most: int) -> int:
+    """Rows of one step for chains of more than one token, prompts' and those of who lost his blocks, and behind them
+    for drafts: what the expected time leaves beside a row for each branch that writes. `most`, where none does."""
     num_writing = 0
     for request in started:
         if request.idle or not request.started:

@@ -17,7 +17,7 @@ from pagedec.core.drafting import Drafting
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.parked import Parking
-from pagedec.core.pausing import rows_to_read
+from pagedec.core.pausing import extra_rows
 from pagedec.core.plan import StepPlan, shape_of
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Best, Query, Sampler
@@ -39,7 +39,7 @@ class Planner:
     """
 
     __slots__ = (
-        "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_chain_rows", "_only",
+        "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_spare", "_only",
         "_parking", "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
@@ -60,15 +60,14 @@ class Planner:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
         self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
-        self._rows = Rows(limits, self._builders, self._plan)
-        if step_time is not None:
-            self._rows.reading_left = rows_to_read(started, step_time, limits.max_num_batched_tokens)
+        extra = None if step_time is None else extra_rows(started, step_time, limits.max_num_batched_tokens)
+        self._rows = Rows(limits, self._builders, self._plan, extra)
         self._room, self._parking = Room(requests, step, self._asked, only, parking, is_ahead), parking
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
         weighing = None if costs is None else Weighing(costs, len(started))
         self._drafting = Drafting(limits, self._rows, copies, self._room, weighing)
         self._forecast: Forecast | None = None
-        self._num_chain_rows = -1  # not counted yet
+        self._num_spare: int | None = None  # not counted yet
 
     def make(self) -> StepPlan:
         """Plan every request in order. After one that finds no room, younger ones hold nothing and get nothing."""
@@ -123,7 +122,7 @@ class Planner:
     def _lets_in(self, request: Request) -> bool:
         """Where nobody has a row yet, whoever is first comes in: something always advances."""
         if not self._rows.is_empty and self._only is None:
-            if self._rows.reading_left <= 0:
+            if self._rows.extra_left <= 0:
                 return False
             demand = self._demand
             if demand.refused == (request, demand.num_changes):
@@ -179,19 +178,21 @@ class Planner:
     def _spare_rows(self) -> int:
         """Rows that no chain of those that hold blocks needs, as far as can be told before all of them are asked, nor
         any draft yet."""
-        if self._num_chain_rows < 0:
-            self._num_chain_rows = 0
+        if self._num_spare is None:
+            num_chain = num_extra = 0
             for request in self._started:
                 if request.idle or not request.started:
                     continue
                 if request.plain is None and request.asked_in >= 0 and not self._drafting.weighs(request):
-                    self._num_chain_rows += len(request.queries)  # of its last step
+                    num_chain += len(request.queries)  # of its last step
                     continue
                 depth = request.history.depth
                 for branch in request.branches:
                     pending = depth[branch.tip] - branch.table.length
-                    self._num_chain_rows += max(1, min(pending, self._limits.chunk))
-        return max(0, self._limits.max_num_batched_tokens - self._num_chain_rows - self._drafting.wanted)
+                    num_chain += max(1, min(pending, self._limits.chunk))
+                    num_extra += min(pending, self._limits.chunk) if pending > 1 else 0
+            self._num_spare = min(self._limits.max_num_batched_tokens - num_chain, self._rows.extra - num_extra)
+        return max(0, self._num_spare - self._drafting.wanted)
 
     # ---- one request; False: out of blocks
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
@@ -292,7 +293,7 @@ class Planner:
         waiting = {branch for branch in request.branches if branch in asked and self._reuse.must_wait(request, branch)}
         pending = [depth[query.branch.tip] - query.branch.table.length for query in queries]
         rows = sum(max(1, count) for count in pending)
-        left = self._rows.left if max(pending) <= 1 else min(self._rows.left, self._rows.reading_left)
+        left = self._rows.left if max(pending) <= 1 else self._rows.spare
         if waiting or rows > left or max(pending) > chunk:
             return self._recompute_gang(request, queries, waiting)
         wants = [(query.branch.table, count) for query, count in zip(queries, pending, strict=True)]
@@ -323,7 +324,7 @@ class Planner:
         for query in queries:
             branch = query.branch
             missing = request.history.depth[branch.tip] - branch.table.length - 1  # the root waits for the gang
-            count = min(self._limits.chunk, missing, self._rows.left, self._rows.reading_left)
+            count = min(self._limits.chunk, missing, self._rows.spare)
             if branch in waiting or count <= 0:
                 continue
             if not self._reserve(request, [(branch.table, count)], set(request.branches)):

@@ -32,14 +32,17 @@ class Rows:
     draft may follow them, when it is known whether it does."""
 
     __slots__ = (
-        "_caching", "_vocab_size", "_whole", "builders", "computing", "draft_left", "left", "plan", "reading_left",
-        "seqs_left", "target",
+        "_caching", "_vocab_size", "_whole", "builders", "computing", "draft_extra_left", "draft_left", "extra",
+        "extra_left", "left", "plan", "seqs_left", "target",
     )  # fmt: skip
 
-    def __init__(self, limits: SchedulerLimits, builders: Mapping[str, LaneBuilder], plan: StepPlan) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, builders: Mapping[str, LaneBuilder], plan: StepPlan, extra: int | None = None
+    ) -> None:
+        """`extra`: rows of each lane for chains that write nothing, and for drafts; None: all."""
         self.builders, self.plan, self.target = builders, plan, builders["target"]
         self.left = self.draft_left = self._whole = limits.max_num_batched_tokens
-        self.reading_left = self._whole  # of `left`, for chains of more than one token
+        self.extra = self.extra_left = self.draft_extra_left = self._whole if extra is None else extra
         self.seqs_left = limits.max_num_seqs
         self.computing: set[bytes] = set()  # keys of the blocks that this step fills
         self._caching, self._vocab_size = limits.enable_prefix_caching, limits.vocab_size
@@ -57,9 +60,18 @@ class Rows:
     def num_taken(self) -> int:
         return self._whole - self.left
 
+    @property
+    def spare(self) -> int:
+        """What is left for chains of more than one token, and for drafts."""
+        return min(self.left, self.extra_left)
+
     def most(self, pending: int) -> int:
         """How many of so many pending tokens of a branch may have rows; 0: none, while others may have some."""
-        return min(pending, self.left if pending <= 1 else min(self.left, self.reading_left))
+        return min(pending, self.left if pending <= 1 else self.spare)
+
+    def most_drafting(self, pending: int) -> int:
+        """The same on the draft lane, where one who writes may lack the last token of a draft, too."""
+        return min(pending, self.draft_left if pending <= 2 else min(self.draft_left, self.draft_extra_left))
 
     def take(self, request: Request, branch: Branch, count: int, seqs: int = 1) -> None:
         """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root.
@@ -67,7 +79,7 @@ class Rows:
         table = branch.tables["target"]
         start = table.length
         self.left -= count or 1
-        self.reading_left -= count if count > 1 else 0
+        self.extra_left -= count if request.history.depth[branch.tip] - start > 1 else 0
         self.seqs_left -= seqs
         branch.planned_in = self.plan.step
         if request.first_step < 0:
@@ -78,6 +90,16 @@ class Rows:
             last = min(-(-(start + count) // size) * size, length // size * size)
             for end in range(start // size * size + size, last + 1, size):
                 self.computing.add(history.block_key(branch.tip, end))
+
+    def take_draft(self, size: int) -> None:
+        """Count the rows of drafts."""
+        self.left -= size
+        self.extra_left -= size
+
+    def take_drafting(self, pending: int, count: int) -> None:
+        """Count the rows of `count` of so many pending tokens on the draft lane."""
+        self.draft_left -= max(1, count)
+        self.draft_extra_left -= count if pending > 2 else 0
 
     def admit(self, request: Request, num_cached: int) -> None:
         """Note a request's first row, and what the prefix cache had of its prompt."""

@@ -118,7 +118,7 @@ def load_of(rows: Rows, waiting: Sequence[tuple[Request, Sequence[Chain]]], num_
     return Load(
         rows.num_taken + num_fixed,
         len(answered),
-        max(0, rows.left - num_fixed),
+        max(0, rows.spare - num_fixed),
         any(request.standing is None for request in answered),
         any(isinstance(chain.query.draft, Roll) and request.constraint is not None for request, chain in whole),
     )

@@ -14,8 +14,11 @@ from pagedec.core.request import Request
 from pagedec.core.stopping import Stopping
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import BeamParams
+from tests.algorithms.lookahead import LookaheadParams
+from tests.algorithms.ngram import NGramParams
+from tests.algorithms.speculative import SpeculativeParams
 from tests.core.fake import FakeEngine
-from tests.core.world import Case, World, limits
+from tests.core.world import Case, World, limits, results
 
 A_ROW_A_SECOND = StepCosts((1.0, 400.0), (1.0, 400.0))
 
@@ -27,7 +30,6 @@ class Steps:
         sizes: dict[str, Any] = {"max_num_batched_tokens": 200, "max_blocks_per_table": 200, "block_size": 8}
         self.engine = FakeEngine(World(0).models, limits(800, **(sizes | {"enable_prefix_caching": False} | changes)))
         self.step_time = None if seconds is None else StepTime(seconds, costs)
-        self.rows: list[dict[str, int]] = []
 
     def add(self, name: str, length: int, max_tokens: int = 300, params: Any = None, priority: int = 0) -> Request:
         prompt = [1 + (i * i + len(name)) % 7 for i in range(length)]
@@ -36,15 +38,17 @@ class Steps:
         case = Case(name, params, prompt, None, Stopping(max_tokens=max_tokens), limit)
         return case.add(self.engine.scheduler, priority)
 
-    def step(self) -> dict[str, int]:
+    def make(self) -> StepPlan:
         scheduler = self.engine.scheduler
         plan: StepPlan = scheduler.plan(None, None, self.step_time)
-        rows: dict[str, int] = {}
-        for work in plan.works:
-            rows[work.request.id] = rows.get(work.request.id, 0) + max(1, work.num_tokens)
         scheduler.settle(plan, self.engine.runner.execute(plan))
         self.engine.check()
-        self.rows.append(rows)
+        return plan
+
+    def step(self) -> dict[str, int]:
+        rows: dict[str, int] = {}
+        for work in self.make().works:
+            rows[work.request.id] = rows.get(work.request.id, 0) + max(1, work.num_tokens)
         return rows
 
 
@@ -78,6 +82,37 @@ def test_prompts_share_what_is_left_by_age_and_writers_behind_them_write() -> No
     assert steps.step() == {"one": 11, "two": 38, "writes": 1} and not three.started
     assert steps.step() == {"one": 1, "two": 22, "three": 3, "writes": 1}
     assert steps.step() == {"one": 1, "two": 1, "three": 1, "writes": 1}
+
+
+def test_a_row_that_is_left_over_is_left_to_one() -> None:
+    """Not one to each of a hundred who wait: a prompt's single row is none of those who write."""
+    steps = Steps(50)
+    steps.add("writes", 3)
+    steps.step()
+    for name, length in (("first", 48), *((f"{i}", 40) for i in range(20))):
+        steps.add(name, length)
+    assert steps.step() == {"writes": 1, "first": 48, "0": 1}
+    assert [sum(steps.step().values()) for _ in range(5)] == [50] * 5
+
+
+@pytest.mark.parametrize("drafts", [NGramParams, SpeculativeParams, LookaheadParams])
+def test_drafts_and_the_draft_lane_take_no_longer_either(drafts: Any) -> None:
+    """Of those who write, beside a prompt that the draft lane reads, too; where nobody reads they have its rows."""
+    found = []
+    for seconds in (None, 50):
+        steps, most = Steps(seconds), {"target": 0, "draft": 0}
+        requests = [steps.add(f"{i}", 5, 40, drafts(seed=i)) for i in range(8)]
+        for i in range(14):
+            if i == 4:
+                requests += [steps.add("long", 330, 20, drafts(seed=9)), steps.add("next", 90, 20, drafts(seed=8))]
+            for lane, forward in steps.make().forwards.items():
+                most[lane] = max(most[lane], len(forward.token_ids) if i > 1 else 0)
+        steps.engine.run()
+        found.append((most, [results(request) for request in requests]))
+    (unbound, want), (bound, got) = found
+    assert got == want and sum(request.acceptance.num_drafted for request in requests) > 0
+    assert unbound["target"] > 50 >= bound["target"]
+    assert bound["draft"] <= 50 + 8 and (unbound["draft"] > 100) == (drafts is SpeculativeParams)
 
 
 def test_however_short_the_time_a_prompt_comes_to_its_end() -> None:
