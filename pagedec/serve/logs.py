@@ -117,6 +117,7 @@ def begin_logging(level: str, form: str) -> None:
     """Log what is at least as grave as `level` to standard error, in the form "text" or "json"; warnings, too, and
     those of `OTHERS`."""
     handler = _Stream(sys.stderr)
+    handler.addFilter(_without_bytes)
     handler.setFormatter(_Json() if form == "json" else _Line())
     logger = logging.getLogger("pagedec")
     logger.setLevel(level.upper())
@@ -128,6 +129,13 @@ def begin_logging(level: str, form: str) -> None:
         logger.warning("%s", message)
 
     warnings.showwarning = show
+
+
+def _without_bytes(record: logging.LogRecord) -> bool:
+    """gRPC's library repeats a header that is no text, whose it may be, with a token in it."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(f"{len(own)} bytes" if isinstance(own, bytes) else own for own in record.args)
+    return True
 
 
 def quiet_tasks(events: asyncio.AbstractEventLoop) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from pagedec.v1 import open_inference_service_pb2_grpc as oip
 from pagedec.v1 import prompt_pb2 as pr
 from pagedec.v1 import session_service_pb2 as sp
 from tests.serve.serving import Serving, greedy, parameters, prompt
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 MARKER = "xyzzy plugh"
@@ -288,6 +290,30 @@ def test_what_libraries_log_are_lines_too(
     [line] = [json.loads(line) for line in written.getvalue().splitlines()]
     assert (line["level"], line["logger"], line["message"]) == ("error", name, "it failed")
     assert line["exception"].endswith("ValueError") and capfd.readouterr().err == ""
+
+
+def test_a_header_that_is_no_text_is_not_repeated(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
+    """gRPC's library would, of whatever has a wrong byte in it: a token, too."""
+    serving, written = serve(), log("json")
+    with socket.create_connection(("127.0.0.1", serving.server.port)) as stranger:
+        stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 5, 1, headers()))
+        wait_for(lambda: "ListModels" in written.getvalue())
+    assert "Invalid encoding on 19 bytes" in written.getvalue() and MARKER not in written.getvalue()
+
+
+def frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
+    """One of HTTP/2."""
+    return len(data).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + data
+
+
+def headers() -> bytes:
+    """Of a call with a token that has a wrong byte, each as it is."""
+    given = {
+        b":method": b"POST", b":scheme": b"http", b":path": b"/pagedec.v1.ModelService/ListModels", b":authority": b"x",
+        b"te": b"trailers", b"content-type": b"application/grpc",
+        b"authorization": b"Bearer " + MARKER.encode() + b"\xff",
+    }  # fmt: skip
+    return b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in given.items())
 
 
 def test_what_ends_a_thread_is_a_line_too(
