@@ -82,6 +82,7 @@ bool begin(pd_context &c, int32_t device) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   c.capability = 10 * major + minor;
+  if (error == cudaSuccess) error = cudaDriverGetVersion(&c.driver);
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (launched("pd_context_new", error)) return false;
   c.stream = stream;

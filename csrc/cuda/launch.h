@@ -16,6 +16,7 @@ struct Target {
   int64_t max_shared_bytes = 0;  // of a block
   int64_t cache_bytes = 0;       // of the second cache
   int32_t capability = 0;        // 10 times the major one and the minor one
+  int32_t driver = 0;            // the version of CUDA that it is for: 12030 is 12.3
   void *stream = nullptr;
 };
 const Target &target(const pd_context &);
@@ -146,12 +147,13 @@ int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A..
   return launch(c, name, false, kernel, grid, arguments...);
 }
 // One that may begin before those in front of it are through, until it waits for them (device.h): where its code has
-// the instruction, which depends on what it was compiled from, not on the device.
+// the instruction, which depends on what it was compiled from, not on the device, and the driver can record such.
 template <class... P, class... A>
 int launch_early(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
   cudaFuncAttributes compiled;
   if (launched(name, cudaFuncGetAttributes(&compiled, (const void *)kernel))) return -1;
-  return launch(c, name, compiled.ptxVersion >= 90, kernel, grid, arguments...);
+  constexpr int kRecordsEarly = 12030;
+  return launch(c, name, compiled.ptxVersion >= 90 && target(c).driver >= kRecordsEarly, kernel, grid, arguments...);
 }
 inline int num_blocks(const pd_context &c, const Grid &grid) { return grid.num_blocks(target(c).num_multiprocessors); }
 #else
