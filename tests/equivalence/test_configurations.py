@@ -106,6 +106,7 @@ def configuration(rng: random.Random, directory: Path) -> dict[str, Any]:
         "num_threads": rng.choice([1, 2]),
         "enable_prefix_caching": rng.random() < 0.7,
         "async_scheduling": rng.random() < 0.5,
+        "target_step_time": rng.choice([None, 1e-5, 0.02, 0.2]),
         "speculative_config": rng.choice(
             [
                 None,
