@@ -311,7 +311,7 @@ class Settler:
             else:
                 at = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
                 cut, behind = feed(request, at, state, behind, tokens, request.limit - length)
-            if cut.tokens and child.keep is None and tells:
+            if cut.tokens and tells:
                 out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
                 out.heirs.append(Heir(child, cut.state, given_length, behind))

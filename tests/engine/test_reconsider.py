@@ -127,6 +127,8 @@ def test_a_stream_never_shows_what_is_taken_back(tiny: Tiny, kind: RequestOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuddingParams(RequestParams):
+    says_keep: bool = False
+
     @property
     def num_answers(self) -> int:
         return 3
@@ -138,6 +140,7 @@ class Budding(Decoder):
 
     def __init__(self, params: BuddingParams, context: DecoderContext) -> None:
         self.width, self.initial_state, self.num_answers, self.context = 3, 0, 1, context
+        self.says_keep = params.says_keep
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         return [Query(branch, (TopK(2),)) for branch in branches]
@@ -146,8 +149,9 @@ class Budding(Decoder):
         live = list[Child]()
         for query, answer in zip(queries, answers, strict=True):
             best, second = answer.values[0][0][0].tolist()
-            live.append(Child(query.branch, (best,)))
-            length = self.context.history.depth[query.branch.tip] - self.context.prompt_length
+            whole = self.context.history.depth[query.branch.tip]
+            live.append(Child(query.branch, (best,), keep=whole if self.says_keep and whole % 3 else None))
+            length = whole - self.context.prompt_length
             if query.branch.state == 0 and length % 4 == 3 and self.num_answers < 3:
                 live.append(Child(query.branch, (second,), state=self.num_answers))
                 self.num_answers += 1
@@ -157,8 +161,10 @@ class Budding(Decoder):
         return state
 
 
-def test_an_answer_that_begins_as_anothers_is_streamed_whole(tiny: Tiny) -> None:
-    llm, own = tiny(), BuddingParams(max_tokens=12, logprobs=1, ignore_eos=True)
+@pytest.mark.parametrize("says_keep", [False, True])
+def test_an_answer_that_begins_as_anothers_is_streamed_whole(tiny: Tiny, says_keep: bool) -> None:
+    """Also where a child says that it keeps all that its parent has."""
+    llm, own = tiny(), BuddingParams(max_tokens=12, logprobs=1, ignore_eos=True, says_keep=says_keep)
     [final] = llm.generate([PROMPTS[0]], own, use_tqdm=False)
     assert len({tuple(answer.token_ids) for answer in final.outputs}) == 3
     shown = {i: (list[int](), list[Any]()) for i in range(3)}
