@@ -148,16 +148,18 @@ class Beam(Decoder):
 
     def _choose(self, group: Group, candidates: Candidates, branches: Sequence[Branch]) -> Chosen:
         """Who ends, who lives on, and whether the group's search is over."""
-        last, drawn = self.length >= self.span, self.ask.sampler is not None
-        if drawn and not self.v5:
-            candidates, drawn = by_score(candidates, self.num), False
+        last = self.length >= self.span
+        if self.ask.sampler is not None:  # they stand in the order in which they were drawn
+            candidates = by_score(candidates, self.num)
         parents, tokens, scores = candidates.parents, candidates.tokens, candidates.scores
         ends = self.closers.find(self.length - 1, branches, parents, tokens)
         if self.context.constraint is not None:
             ends |= self.context.closing(branches, parents, tokens)
         if last and self.v5:
             ends[:] = True
-        running, ended = select(scores, ends, self.group_width, self.num, drawn)
+        running, ended = select(ends, self.group_width)
+        if self.ask.sampler is not None:  # those that fill up what stop strings have ended may be better ones
+            running = running[np.argsort(-scores[running], kind="stable")]
         for i in ended.tolist():
             self._finish(group, float(scores[i]), branches, int(parents[i]), int(tokens[i]))
         own = Chosen(parents[running], tokens[running], scores[running])

@@ -31,22 +31,12 @@ def taken(candidates: Candidates, places: np.ndarray | slice) -> Candidates:
     )
 
 
-def select(
-    scores: np.ndarray, ends: np.ndarray, width: int, num: int, drawn: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """The places of the candidates that live on and of those that end. `ends`: bool, which of them end if chosen.
-
-    Only the first `width` candidates may end; of the first `num` that do not, the first `width` live on. Candidates
-    behind `num` fill up what is missing then, and nothing else. `drawn`: the candidates stand in the order in which
-    they were drawn, and those that live on are the ones of the highest score.
-    """
-    if not drawn and not ends.any():  # as nearly always
-        return np.arange(min(width, len(scores))), NOTHING
-    running = np.flatnonzero(~ends)
-    running = running[: max(int(np.searchsorted(running, num)), width)]
-    if drawn:
-        running = running[np.argsort(-scores[running], kind="stable")]
-    return running[:width], np.flatnonzero(ends[:width])
+def select(ends: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The places of the candidates, best first, that live on and of those that end: the first `width` that do not end,
+    and those of the first `width` that do. `ends`: bool, which of them end if chosen."""
+    if not ends.any():  # as nearly always
+        return np.arange(min(width, len(ends))), NOTHING
+    return np.flatnonzero(~ends)[:width], np.flatnonzero(ends[:width])
 
 
 def diversified(candidates: Candidates, totals: np.ndarray, amounts: np.ndarray) -> Candidates:

@@ -78,7 +78,7 @@ def processors(case: Case) -> Any:
     return out
 
 
-def ours(case: Case, semantics: str) -> Search:
+def ours(case: Case, semantics: str, **sampling: Any) -> Search:
     """The case, searched by the decoder with the same log-probabilities."""
     logits, rules = torch.from_numpy(table_of(case)), processors(case)
 
@@ -97,6 +97,7 @@ def ours(case: Case, semantics: str) -> Search:
         diversity_penalty=case.get("diversity_penalty", 0.0),
         repetition_penalty=case.get("repetition_penalty") or 1.0,
         hf_semantics=semantics,
+        **sampling,
     )
     eos, stopping = tuple(case["eos"]), None
     if case.get("stop"):

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pagedec.core.protocol import Sampler
+from pagedec.core.protocol import Candidates, Sampler
+from pagedec.core.request import Branch
+from pagedec.core.stop_strings import StopStrings
+from pagedec.core.stopping import Stopping
+from pagedec.decoders.beam import Beam as Decoder
+from pagedec.decoders.beam import Group
+from pagedec.decoders.beam_pool import Pool
 from pagedec.decoders.beam_selection import continued, select
 from pagedec.params import BeamSearchParams
 from tests.decoders.beam_driver import Search, best, gumbel
@@ -56,7 +62,6 @@ def warped(row: np.ndarray, settings: Settings) -> np.ndarray:
 def step(state: State, length: int, settings: Settings) -> dict[State, float]:
     """All states after one step, with their probabilities, as transformers' code goes on from the tokens drawn."""
     running, finished = state
-    old = settings["hf_semantics"] == "4.38"
     scores = np.concatenate(
         [np.float32(total) + warped(logprobs((VOCAB, *text)), settings) for text, total in running]
     ).astype(np.float32)
@@ -69,7 +74,7 @@ def step(state: State, length: int, settings: Settings) -> dict[State, float]:
         for i in drawn:
             probability *= weights[i] / left
             left -= weights[i]
-        order = sorted(drawn, key=lambda i: -scores[i]) if old else list(drawn)
+        order = list(drawn) if settings.get("as_drawn") else sorted(drawn, key=lambda i: -scores[i])
         found = [((*running[i // VOCAB][0], i % VOCAB), float(scores[i])) for i in order]
         out[_next(found, finished, length, settings)] += probability
     return out
@@ -78,10 +83,7 @@ def step(state: State, length: int, settings: Settings) -> dict[State, float]:
 def _next(found: list[Beam], finished: tuple[Beam, ...], length: int, settings: Settings) -> State:
     last, old = length == MAX_TOKENS, settings["hf_semantics"] == "4.38"
     ended = [beam for beam in found[:WIDTH] if beam[0][-1] == EOS or (last and not old)]
-    running = [beam for beam in found if beam[0][-1] != EOS]
-    if not old:
-        running.sort(key=lambda beam: -beam[1])
-    running = running[:WIDTH]
+    running = sorted((beam for beam in found if beam[0][-1] != EOS), key=lambda beam: -beam[1])[:WIDTH]
     pool = sorted([*finished, *((t, total / length) for t, total in ended)], key=lambda beam: -beam[1])[:WIDTH]
     full = len(pool) == WIDTH and settings["early_stopping"]
     if last or full:
@@ -133,9 +135,10 @@ def test_outcomes_come_as_often_as_they_should(semantics: str, changes: Settings
     assert statistic < stats.chi2.ppf(1 - P_VALUE, len(expected) - (rest >= 5)), statistic
 
 
-def test_the_two_releases_draw_differently() -> None:
-    """Else the test above would not tell one from the other."""
-    new, old = (exact({"hf_semantics": name, "early_stopping": True}) for name in ("5", "4.38"))
+def test_answers_that_end_in_the_order_drawn_are_told_apart() -> None:
+    """As before transformers 5.24; else the test above would not see such a mistake."""
+    settings: Settings = {"hf_semantics": "5", "early_stopping": True}
+    new, old = exact(settings), exact({**settings, "as_drawn": True})
     assert sum(abs(new.get(o, 0) - old.get(o, 0)) for o in {*new, *old}) > 0.1
 
 
@@ -173,11 +176,23 @@ def test_a_paths_name_follows_from_its_tokens() -> None:
     assert len(set(names.tolist())) == 40**3
 
 
-def test_drawn_candidates_live_on_by_score_and_end_by_order() -> None:
-    scores, ends = np.array([-3, -1, -2, -0.5], np.float32), np.array([False, False, True, True])
-    running, ended = select(scores, ends, 2, 4, drawn=True)
-    assert running.tolist() == [1, 0] and ended.tolist() == []
-    running, ended = select(scores, ends[::-1].copy(), 2, 4, drawn=True)
-    assert running.tolist() == [3, 2] and ended.tolist() == [0, 1]
-    running, ended = select(np.arange(6, 0, -1).astype(np.float32), np.array([True] * 4 + [False] * 2), 2, 4)
+def test_drawn_candidates_live_on_and_end_by_score() -> None:
+    """Those that stop strings have made room for stand behind the others, and may be better ones."""
+    stopping = Stopping((1,), strings=StopStrings(["a"]), pieces=[b"a", b"", b"c", b"d", b"e", b"f", b"g"])
+    own = BeamSearchParams(beam_width=2, max_tokens=4, do_sample=True, seed=1)
+    decoder = Search(own, [6], lambda text: np.zeros(7, np.float32), 7, (1,), stopping).decoder
+    assert isinstance(decoder, Decoder)
+    root = Branch(decoder.context.history.append(0, [6]), {}, 0, stopping.start, 1)
+    scores = np.array([-3, -1, -2, -0.5, -0.75], np.float32)
+    chosen = {}
+    for tokens in ([2, 3, 4, 5, 6], [0, 3, 1, 5, 6], [0, 5, 0, 0, 6], [0, 0, 1, 0, 6]):
+        found = Candidates(np.zeros(5, np.int32), np.array(tokens, np.int32), scores, scores)
+        group = Group(0, Pool(2, decoder.groups[0].pool.scoring))
+        living = decoder._choose(group, found, [root])
+        chosen[tuple(tokens)] = living.tokens.tolist(), [entry.hypothesis.tokens for entry in group.pool.entries]
+    assert list(chosen.values()) == [([5, 3], []), ([5, 3], []), ([6, 5], [(0,)]), ([6], [(0,), (0,)])]
+
+
+def test_one_look_at_many_candidates() -> None:
+    running, ended = select(np.array([True] * 4 + [False] * 2), 2)
     assert running.tolist() == [4, 5] and ended.tolist() == [0, 1], "those behind the fourth fill up what is missing"
