@@ -182,6 +182,7 @@ def test_drawn_candidates_live_on_and_end_by_score() -> None:
     own = BeamSearchParams(beam_width=2, max_tokens=4, do_sample=True, seed=1)
     decoder = Search(own, [6], lambda text: np.zeros(7, np.float32), 7, (1,), stopping).decoder
     assert isinstance(decoder, Decoder)
+    decoder.length = 1
     root = Branch(decoder.context.history.append(0, [6]), {}, 0, stopping.start, 1)
     scores = np.array([-3, -1, -2, -0.5, -0.75], np.float32)
     chosen = {}
