@@ -296,12 +296,13 @@ class Settler:
         for child, rank in zip(verdict.live, ranks, strict=True):
             parent, state, given_length = child.parent, child.parent.stop_state, child.parent.given_length
             behind = parent.constraint_state
-            length, tokens = history.depth[parent.tip], child.tokens
+            at, length, tokens = parent.tip, history.depth[parent.tip], child.tokens
             if child.path:
                 tokens = (*evaluated[parent].along(child.path), *tokens)
             if child.keep is not None:
                 request.num_taken_back += max(0, length - child.keep)
                 length, given_length = child.keep, min(given_length, child.keep)
+                at = history.ancestor(parent.tip, length)
                 state = stopping.replay(history.slice(parent.tip, given_length, length))
                 behind = replayed(request, parent.tip, given_length, length)
             if given and tokens:
@@ -309,9 +310,8 @@ class Settler:
                 if request.constraint is not None:
                     behind = request.constraint.start([*history.slice(parent.tip, 0, length), *tokens])
             else:
-                at = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
                 cut, behind = feed(request, at, state, behind, tokens, request.limit - length)
-            if cut.tokens and tells:
+            if cut.tokens and tells and at == parent.tip:
                 out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
                 out.heirs.append(Heir(child, cut.state, given_length, behind))
@@ -319,9 +319,8 @@ class Settler:
             if request.decoder.gang:
                 limit = f"must be in done: it has ended with {shown(cut.tokens)}, and a gang ends its branches itself"
                 raise InvalidArgument("live", f"a child of rank {rank}", limit)
-            tip = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
             score = parent.score if child.score is None else child.score
-            out.finished.append(Hypothesis.ended(tip, cut, rank, score))
+            out.finished.append(Hypothesis.ended(at, cut, rank, score))
             cut_off.append(parent)
         if tells and not given:
             check_told(request, evaluated.keys(), verdict, ranks, out.finished)
