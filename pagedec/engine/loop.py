@@ -339,7 +339,7 @@ class EngineLoop:
                     del sinks[request.id]
                     sink.failed(event.error)
                 else:
-                    problem = "its decoder waits for a client; only a session can go on with it"
+                    problem = "its decoder waits for a client, and there is none who could go on with it"
                     self.engine.fail(request.id, RequestError(request.id, problem))
             except BaseException as error:
                 self._drop(request.id, sink, error)

@@ -225,7 +225,10 @@ def test_decoders_mix(tiny: Tiny) -> None:
 
 
 def test_a_stream_that_waits_for_a_client_says_so(tiny: Tiny) -> None:
+    """A session's call, too, whose client can only wait for it."""
     llm = tiny()
-    with pytest.raises(RequestError, match="its decoder waits for a client"):
-        list(llm.stream(IDS, InteractiveParams()))
+    with llm.session(IDS) as session:
+        for read in (lambda: list(llm.stream(IDS, InteractiveParams())), lambda: session.generate(InteractiveParams())):
+            with pytest.raises(RequestError, match="its decoder waits for a client, and there is none"):
+                read()
     assert settled(llm)
