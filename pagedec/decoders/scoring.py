@@ -13,6 +13,8 @@ from pagedec.params import RequestParams
 AT_ONCE = 256
 """Branches that live at a time: however many continuations there are, the pool holds a bounded part of them."""
 
+_State = tuple[int, tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreParams(RequestParams):
@@ -32,7 +34,10 @@ class GivenText(Decoder):
     """The continuations are a trie behind the root. A branch stands on each node where one ends with its next token, or
     where several part, and asks for all tokens that follow there; the rows on the way to it report its own tokens.
 
-    A branch's state is the tokens that it asks for. The root is asked first and lives until all others have been made.
+    A node's branch grows out of the one on the node before it, once that was asked: were all of them made at once,
+    those that share a beginning would wait for one another, step by step. A branch's state is the place of its node
+    among all, and the tokens that it asks for; one that was asked asks for none, and lives until all behind it are
+    made; the root until all of them are.
     """
 
     revises = True  # there is nothing to tell before the end
@@ -40,29 +45,70 @@ class GivenText(Decoder):
 
     def __init__(self, params: ScoreParams, context: DecoderContext) -> None:
         wanted = followed(params.continuations)
-        self.initial_state: tuple[int, ...] = wanted.pop((), ())
-        self._waiting = sorted(wanted.items(), reverse=True)  # neighbours, which share most, come in together
-        self.width = max(1, min(AT_ONCE, len(self._waiting)))
-        self._root: Branch | None = None  # when it was asked: it asks for nothing any more
+        self._nodes = sorted(wanted.items())  # the root first, and each before those behind it
+        self._before = _before_each([node for node, _ in self._nodes])
+        self._behind: list[list[int]] = [[] for _ in self._nodes]
+        for place, before in enumerate(self._before[1:], 1):
+            self._behind[before].append(place)
+        self._num_unmade = [len(places) for places in self._behind]
+        self._num_left = len(self._nodes) - 1
+        self._ready: list[int] = []  # their branches may be made, the last one first
+        self.initial_state: _State = (0, wanted.get((), ()))
+        self.width = max(1, min(AT_ONCE, len(self._nodes) - 1))  # and the root
+        self._branches: Sequence[Branch] = ()
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         """All that have not been asked yet."""
-        self._root = next((branch for branch in branches if not branch.state), None)
+        self._branches = branches
         return [
-            Query(branch, (LogProbs((0,) * len(branch.state), branch.state),)) for branch in branches if branch.state
+            Query(branch, (LogProbs((0,) * len(branch.state[1]), branch.state[1]),))
+            for branch in branches
+            if branch.state[1]
         ]
 
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """Who was asked has served, and as many others come in."""
-        count = self.width if self._root is None else len(queries)
-        coming = [self._waiting.pop() for _ in range(min(count, len(self._waiting)))]
-        if not coming:
-            return Verdict()
-        root = queries[0].branch if self._root is None else self._root
-        live = [Child(root, state=())] if self._waiting else []
-        return Verdict((*live, *(Child(root, tokens, state=state) for tokens, state in coming)))
+        served = {query.branch.state[0]: query.branch for query in queries}
+        for place in sorted(served, reverse=True):
+            self._ready.extend(reversed(self._behind[place]))
+        asked = {branch.state[0]: branch for branch in self._branches if not branch.state[1]} | served
+        kept = {place for place in asked if place == 0 or self._num_unmade[place]}
+        made = self._make(kept, len(self._branches) - len(asked))
+        if not self._num_left:
+            kept.discard(0)
+        live: list[Child] = []
+        for place, branch in asked.items():
+            if place in kept and (place in served or place in made):
+                live.append(Child(branch, state=(place, ())))
+            for behind in made.get(place, ()):
+                tokens, wanted = self._nodes[behind]
+                live.append(Child(branch, tokens[len(self._nodes[place][0]) :], state=(behind, wanted)))
+        gone = (branch for place, branch in asked.items() if not (place in kept or place in served or place in made))
+        return Verdict(tuple(live), drop=tuple(gone))
 
-    def rank(self, state: tuple[int, ...]) -> int:
+    def _make(self, kept: set[int], num_running: int) -> dict[int, list[int]]:
+        """Which nodes get a branch, by the node that it grows out of: the nearest one before it that still has one.
+        `kept`: those that have one and were asked; who is of no use any more is taken out."""
+        made: dict[int, list[int]] = {}
+        num_live = num_running + len(kept) - 1  # the root is one more
+        while self._ready:
+            own = before = self._before[self._ready[-1]]
+            while before not in kept:
+                before = self._before[before]
+            goes = 0 < before == own and self._num_unmade[own] == 1
+            if num_live - goes >= self.width:
+                if num_running or made:
+                    break
+                goes = before > 0  # others behind it grow out of what stands further back
+            made.setdefault(before, []).append(self._ready.pop())
+            self._num_unmade[own] -= 1
+            self._num_left -= 1
+            num_live += 1 - goes
+            if goes:
+                kept.remove(before)
+        return made
+
+    def rank(self, state: _State) -> int:
         """No branch becomes an answer."""
         return 0
 
@@ -80,3 +126,15 @@ def followed(continuations: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], 
             found.setdefault(tokens[:same], {}).update({last[same]: None, tokens[same]: None})
         last = tokens
     return {node: tuple(asked) for node, asked in found.items() if asked}
+
+
+def _before_each(nodes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Of each node of a trie, all of them in their order: the place of the longest one that it begins with. Of the
+    first, the root, that is itself."""
+    way, found = [0], [0]
+    for place in range(1, len(nodes)):
+        while nodes[place][: len(nodes[way[-1]])] != nodes[way[-1]]:
+            way.pop()
+        found.append(way[-1])
+        way.append(place)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, BeamSearchParams, SamplingParams
+from pagedec.core.protocol import Verdict
+from pagedec.decoders import scoring
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -136,6 +139,37 @@ def test_scores_share_what_they_have_in_common(tiny: Tiny) -> None:
         session.score([[7] * 20 + [last] for last in range(10, 20)])
         # one row reads the root, 20 are the common part, and its last one is read once more
         assert llm.engine.stats.num_rows - before <= 22
+
+
+def test_continuations_that_begin_alike_do_not_wait_for_one_another(tiny: Tiny) -> None:
+    llm = tiny()
+    with llm.session(PROMPT, seed=3) as session:
+        session.score([[4]])
+        stats, choices = llm.engine.stats, [[7, 8, first, first, last] for first in range(10, 20) for last in (4, 5)]
+        steps, rows = stats.num_steps, stats.num_rows
+        session.score(choices)
+        # the root, [7, 8], and what follows in one
+        assert (stats.num_steps - steps, stats.num_rows - rows) == (3, 1 + 2 + 10 * 2)
+
+
+def test_however_few_branches_live_at_once_scores_are_the_same(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+    rows = [[rng.choice((5, 6)) for _ in range(rng.randrange(1, 8))] for _ in range(40)]
+    llm, advance, live = tiny(), scoring.GivenText.advance, list[int]()
+
+    def watched(self: scoring.GivenText, *given: Any) -> Verdict:
+        live.append(len(self._branches))
+        return advance(self, *given)
+
+    monkeypatch.setattr(scoring.GivenText, "advance", watched)
+    with llm.session(PROMPT, seed=3) as session:
+        wanted = session.score(rows)
+        for most in (1, 2, 3, 7):
+            monkeypatch.setattr(scoring, "AT_ONCE", most)
+            live.clear()
+            assert session.score(rows) == wanted
+            assert max(live) <= most + 1  # and the root
+    assert_nothing_left(llm)
 
 
 def test_logprobs_are_kept_with_the_branch(tiny: Tiny) -> None:
