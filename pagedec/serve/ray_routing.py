@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -23,6 +25,10 @@ T = TypeVar("T")
 LOG = logging.getLogger("pagedec.serve")
 LATEST = 2.0
 """Seconds that a report is on its way, at most: clocks of machines may differ by more."""
+ASK_SECONDS = 0.1
+"""From one question to a full replica whether it has room to the next, of all calls that wait for it."""
+MOST_ENDED = 64
+"""Requests that were placed behind one that waits and are kept in Serve's queue, at least."""
 
 
 class PrefixRouter(RequestRouter):
@@ -39,6 +45,8 @@ class PrefixRouter(RequestRouter):
         self._heard: dict[str, float] = {}  # when replicas said what was heard last, by their clocks
         self._garbled: set[str] = set()  # replicas of which something could not be read
         self._sent: dict[str, tuple[str | None, Asked]] = {}  # requests that are being placed, and where they count
+        self._bound: set[str] = set()  # of these, those that wait for the one replica that has their session
+        self._asked_at: dict[str, float] = {}  # when a full replica was asked last whether it has room
 
     # ---- replicas
     def update_replicas(self, replicas: list[Any]) -> None:
@@ -47,7 +55,7 @@ class PrefixRouter(RequestRouter):
         router, names = self._router, {name_of(one.replica_id): one for one in replicas}
         for gone in set(router.replicas) - names.keys():
             router.remove(gone)
-            self._heard.pop(gone, None)
+            self._forget(gone)
         self._garbled &= names.keys()
         for name, one in names.items():
             if name not in router.replicas:
@@ -76,24 +84,35 @@ class PrefixRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         with suppress(NotFound):
             self._router.remove(name_of(replica_id))
-        self._heard.pop(name_of(replica_id), None)
+        self._forget(name_of(replica_id))
 
     # ---- requests
+    @property
+    def max_num_routing_tasks(self) -> int:
+        """Requests that are tried at the same time: as many as Serve says, beside those that wait for the one replica
+        that has their session. All others would wait behind a few of these, whatever room there is elsewhere."""
+        return int(super().max_num_routing_tasks) + len(self._bound)
+
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any | None = None
     ) -> list[list[Any]]:
         """The replicas to try, group after group."""
         if pending_request is None:
             return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # or Serve tries again at once, as often as it can
+        self._drop_ended()
         named = {name_of(one.replica_id): one for one in candidate_replicas}
         request_id = pending_request.metadata.internal_request_id
+        is_first = request_id not in self._sent
         asked = self._asked(request_id, pending_request)
         now = time.monotonic()
         if asked.home is not None:
             with suppress(SessionLost):
                 chosen = self._router.choose((), session=asked.home, now=now).replica
                 self._note(request_id, pending_request, chosen, asked)
-                return [[named[chosen]]] if chosen in named else [candidate_replicas]
+                if chosen not in named:
+                    return [candidate_replicas]
+                return [[named[chosen]]] if is_first else self._awaited(request_id, named[chosen], now)
         ready = [name for name, one in named.items() if one.routing_stats.get("is_ready", True)]
         with_room = {name_of(one.replica_id) for one in self.select_available_replicas(candidate_replicas)}
         among = [name for name in ready if name in with_room] or ready or list(named)
@@ -114,6 +133,33 @@ class PrefixRouter(RequestRouter):
         self._router.done(name_of(replica_id), time.monotonic())
 
     # ---- inside
+    def _awaited(self, request_id: str, home: Any, now: float) -> list[list[Any]]:
+        """The replica that a call waits for, where it may have room; while it is known to be full, one call of all that
+        wait asks it now and then."""
+        if request_id not in self._bound:
+            self._bound.add(request_id)
+            self._maybe_start_routing_tasks()  # for those behind it
+        if not self.select_available_replicas([home]):
+            name = name_of(home.replica_id)
+            if now - self._asked_at.get(name, -math.inf) < ASK_SECONDS:
+                return []
+            self._asked_at[name] = now
+        return [[home]]
+
+    def _drop_ended(self) -> None:
+        """What Serve keeps of requests that are placed, messages and all: by the model that a client's metadata names,
+        for other routers than this one, and behind a request that still waits."""
+        self._pending_requests_by_model_id.clear()
+        queue: deque[Any] = self._pending_requests_to_fulfill
+        if len(queue) > 2 * len(self._pending_requests_by_id) + MOST_ENDED:
+            left = [one for one in queue if not one.future.done()]
+            queue.clear()
+            queue.extend(left)
+
+    def _forget(self, name: str) -> None:
+        self._heard.pop(name, None)
+        self._asked_at.pop(name, None)
+
     def _asked(self, request_id: str, pending_request: Any) -> Asked:
         """What a request asks. One that is placed anew counts no longer where it was taken to be."""
         if request_id in self._sent:
@@ -134,6 +180,7 @@ class PrefixRouter(RequestRouter):
 
     def _placed(self, request_id: str, future: Any) -> None:
         """A request was placed, perhaps elsewhere, or given up."""
+        self._bound.discard(request_id)
         noted = self._sent.pop(request_id, None)
         if noted is None:
             return

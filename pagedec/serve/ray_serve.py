@@ -26,6 +26,7 @@ from pagedec.serve.server import FRONT, Server
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.session_service import SessionService
 from pagedec.serve.statuses import Refusal
+from pagedec.serve.stream_places import StreamPlaces
 from pagedec.v1 import session_service_pb2
 
 try:
@@ -57,13 +58,16 @@ class ReplicaSessions(SessionService):
 class Replica:
     """One engine with its services, as Ray Serve's deployment: a method for each RPC, by its name."""
 
-    async def __init__(self, engine: EngineConfig, options: ServerConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, engine: EngineConfig, options: ServerConfig, max_ongoing_requests: int
+    ) -> None:
         """Returns when the model is loaded. Raises what the configuration or the model is wrong about."""
         from pagedec.serve.logs import begin_logging
 
         begin_logging(options.log_level, options.log_format)
         tag = serve.get_replica_context().replica_id.unique_id
         self._server = Server(options, lambda: AsyncLLM(**engine.to_kwargs()), tag)
+        self.places = StreamPlaces(max_ongoing_requests)
         self._lost_since: float | None = None
         began = time.monotonic()
         await self._server.open()
@@ -123,11 +127,13 @@ def _unary(service: str, method: str) -> Callable[..., Any]:
     return answer
 
 
-def _streamed(service: str, method: str) -> Callable[..., Any]:
+def _streamed(service: str, method: str, takes_streams: bool) -> Callable[..., Any]:
     async def answer(self: Replica, request: Any, grpc_context: Any) -> Any:
         inner, calls = self.service(service)
-        answers = answer_many(calls, f"/{service}/{method}", getattr(inner, method), request, grpc_context)
-        async for message in answers:
+        answering = getattr(inner, method)
+        if takes_streams:
+            answering = self.places.within(answering)
+        async for message in answer_many(calls, f"/{service}/{method}", answering, request, grpc_context):
             yield message
 
     return answer
@@ -135,7 +141,8 @@ def _streamed(service: str, method: str) -> Callable[..., Any]:
 
 for _service in FRONT:
     for _method in _service.methods:
-        _make = _streamed if _method.server_streaming else _unary
+        _streams = functools.partial(_streamed, takes_streams=_method.client_streaming)
+        _make = _streams if _method.server_streaming else _unary
         setattr(Replica, _method.name, _make(_service.full_name, _method.name))
 
 
@@ -143,16 +150,21 @@ def app(args: dict[str, Any]) -> Any:
     """The application, for `serve run`, `serve deploy` and configuration files. `args`: engine arguments, a server's
     options, and `ReplicaConfig`'s fields, by their names. Raises `InvalidArgument`."""
     given = read_arguments(args)
-    return deployment(given).bind(given.engine, given.server)
+    return deployment(given).bind(given.engine, given.server, most_ongoing(given))
+
+
+def most_ongoing(given: Given) -> int:
+    """Requests that a replica takes; more wait at the proxy."""
+    seats = given.engine.scheduler.max_num_seqs
+    return given.replicas.max_ongoing_requests or min(2 * seats, given.server.max_requests)
 
 
 def deployment(given: Given) -> Any:
     """The deployment of replicas that was asked for."""
     seats = given.engine.scheduler.max_num_seqs
-    most = given.replicas.max_ongoing_requests or min(2 * seats, given.server.max_requests)
     return serve.deployment(Replica).options(
         name="pagedec",
-        max_ongoing_requests=most,
+        max_ongoing_requests=most_ongoing(given),
         max_queued_requests=given.server.max_requests,
         graceful_shutdown_timeout_s=given.server.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,

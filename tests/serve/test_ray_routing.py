@@ -53,6 +53,7 @@ class Pending:
             call_method=method, internal_request_id=str(number), grpc_context=None, multiplexed_model_id=""
         )
         self.future: asyncio.Future[Any] = asyncio.Future()
+        self.routing_context = SimpleNamespace(should_backoff=False)
 
 
 def routed(test: Callable[[PrefixRouter], Coroutine[Any, Any, None]]) -> None:
