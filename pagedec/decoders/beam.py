@@ -62,12 +62,12 @@ class Beam(Decoder):
     """
 
     gang = True
-    processes_logprobs = True
     initial_state = 0
 
     def __init__(self, params: BeamSearchParams, context: DecoderContext) -> None:
         self.params, self.context = params, context
         self.width, self.group_width = params.beam_width, params.beam_width // params.num_beam_groups
+        self.processes_logprobs = self.width > 1  # one beam is no beam search in Hugging Face: rules change logits
         self.span = context.max_length - context.prompt_length
         semantics = "4.38" if params.num_beam_groups > 1 else params.hf_semantics
         self.v5 = semantics == "5"

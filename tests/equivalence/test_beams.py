@@ -86,6 +86,8 @@ def test_one_beam_is_greedy(engine: Make, early_stopping: bool) -> None:
     own = engine()
     for i, text in enumerate(prompts(3, 8, 50, seed=43)):
         given: dict[str, Any] = {"max_tokens": 12, "logprobs": 3, "min_tokens": 3 * (i % 2)}
+        if i > 0:  # they change logits, while those of more beams change log-probabilities
+            given |= {"repetition_penalty": 0.7 + i / 2, "logit_bias": {7: 2.0}, "no_repeat_ngram_size": 2}
         semantics = ("5", "4.38")[i % 2]
         beam = BeamSearchParams(
             beam_width=1, early_stopping=early_stopping, length_penalty=i - 1.0, hf_semantics=semantics, **given
