@@ -122,10 +122,7 @@ class Rows:
         tokens = history.slice(branch.tip, start, start + count)
         root = target.add(table, start, tokens, history.token[branch.tip], draft)
         work = Work(request, branch, table, start, count, query=query, draft=draft)
-        if request.reports is not None and request.awaits_prompt_report(branch):
-            self._report_prompt(work, root - max(1, count) + 1, count)
-        elif request.scored_from is not None:
-            self._report_given(work, root - max(1, count) + 1, count, request.scored_from)
+        self._report_given(work, root - max(1, count) + 1)
         if query is not None and request.plain is not None and draft is EMPTY and len(branch.state) == 1:
             work.query, work.draw = None, target.draw(root, length, *self._draw_of(request, branch, request.plain))
             if request.marks_rows:
@@ -189,14 +186,22 @@ class Rows:
             for i, work in enumerate(works[-len(queries) :]):
                 self.mark(work, {0: first_read + i}, i - len(queries))
 
-    def _report_given(self, work: Work, first_row: int, count: int, scored_from: int) -> None:
-        """Have the tokens that follow a work's rows on its own branch reported, from `scored_from` on."""
-        request, tip = work.request, work.branch.tip
-        assert request.reports is not None and request.reports.reporting.num_logprobs is not None
-        position = max(work.start + 1, scored_from + 1)  # what follows the root itself is asked for
-        tokens = request.history.slice(tip, position, min(work.start + count + 1, request.history.depth[tip]))
+    def _report_given(self, work: Work, first_row: int) -> None:
+        """Have the given tokens that follow a work's rows, of which `first_row` is the first, reported: the prompt's,
+        as far as they were not before; or those behind what is scored, but for the one that follows the root, which
+        is asked for."""
+        request, branch, reports = work.request, work.branch, work.request.reports
+        if reports is None:
+            return
+        num_top, first, last = reports.reporting.num_prompt_logprobs, reports.num_evaluated, branch.prompt_length
+        if not request.awaits_prompt_report(branch) and request.scored_from is not None:
+            num_top = reports.reporting.num_logprobs
+            first, last = request.scored_from + 1, request.history.depth[branch.tip]
+        if num_top is None:
+            return
+        position = max(work.start + 1, first)
+        tokens = request.history.slice(branch.tip, position, min(work.start + work.num_tokens + 1, last))
         if tokens:
-            num_top = request.reports.reporting.num_logprobs
             first_given, place = self.target.read_given(first_row + position - work.start - 1, tokens, num_top)
             work.report = WorkReport({}, first_given, len(tokens), place, position)
 
@@ -221,15 +226,3 @@ class Rows:
             plan.masks = StepMasks(self._vocab_size)
         self.target.mask(read.values())
         plan.masks.works.append(MaskedWork(work.request, work.branch, tuple(read), work.draft, work.roll))
-
-    def _report_prompt(self, work: Work, first_row: int, count: int) -> None:
-        """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""
-        request, branch = work.request, work.branch
-        assert request.reports is not None and request.reports.reporting.num_prompt_logprobs is not None
-        position = max(work.start + 1, request.reports.num_evaluated)
-        tokens = request.history.slice(branch.tip, position, min(work.start + count + 1, branch.prompt_length))
-        if not tokens:
-            return
-        num_top = request.reports.reporting.num_prompt_logprobs
-        first_given, place = self.target.read_given(first_row + position - work.start - 1, tokens, num_top)
-        work.report = WorkReport({}, first_given, len(tokens), place, position)

@@ -178,6 +178,13 @@ def test_an_answer_that_begins_as_anothers_is_streamed_whole(tiny: Tiny, says_ke
             assert answer.token_ids == final.outputs[answer.index].token_ids[: len(answer.token_ids)]
 
 
+def test_a_decoder_may_say_that_it_scores_where_nobody_asks_for_reports(tiny: Tiny, monkeypatch: Any) -> None:
+    llm, own = tiny(), [BuddingParams(max_tokens=12, prompt_logprobs=asked) for asked in (None, 0)]
+    want = run(llm, PROMPTS[:2], own)
+    monkeypatch.setattr(Budding, "scores_given", True)
+    assert run(llm, PROMPTS[:2], own) == want
+
+
 def test_fields_are_checked() -> None:
     with pytest.raises(InvalidArgument, match="piece"):
         ReconsiderParams(piece=0)
