@@ -12,7 +12,7 @@ import numpy as np
 
 from pagedec.core.constraint import Allowed, Constraint, permits
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.forward import EVERYTHING, LISTED, Masks
+from pagedec.core.forward import EVERYTHING, LISTED, LaneForward, Masks, split_rolled
 from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
 from pagedec.errors import RequestError, counted, told
@@ -39,14 +39,12 @@ class StepMasks:
 
     vocab_size: int
     works: list[MaskedWork] = field(default_factory=list)
-    roll_counts: Sequence[int] = ()
-    """How long each of the draft lane's rolls is."""
+    rolling: LaneForward | None = None
+    """The draft lane's, which rolls what some of them depend on."""
     failed: dict[Request, RequestError] = field(default_factory=dict)
 
     def __call__(self, rolled: np.ndarray) -> Masks:
-        chains: list[list[int]] = []
-        if len(rolled):
-            chains = [rolls.tolist() for rolls in np.split(rolled, np.cumsum(self.roll_counts)[:-1])]
+        chains = split_rolled(self.rolling, rolled) if self.rolling is not None and len(rolled) else []
         rows: list[list[Allowed]] = []
         for work in self.works:
             made: list[Allowed] = [None] * len(work.nodes)
@@ -71,7 +69,7 @@ class StepMasks:
         problem.__cause__ = error
         self.failed[request] = problem
 
-    def _rows_of(self, work: MaskedWork, chains: Sequence[list[int]]) -> list[Allowed]:
+    def _rows_of(self, work: MaskedWork, chains: Sequence[Sequence[int]]) -> list[Allowed]:
         constraint, branch, draft = work.request.constraint, work.branch, work.draft
         stopping = work.request.stopping
         assert constraint is not None

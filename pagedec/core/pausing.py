@@ -16,7 +16,7 @@ def extra_rows(started: Iterable[Request], step_time: StepTime, most: int) -> in
     for drafts: what the expected time leaves beside a row for each branch that writes. `most`, where none does."""
     num_writing = 0
     for request in started:
-        if request.idle or not request.started:
+        if request.idle:
             continue
         depth = request.history.depth
         for branch in request.branches:

@@ -95,8 +95,8 @@ class Planner:
                 plan.forwards[lane] = builder.finish(copies)
                 plan.num_rows += len(builder)
             plan.copies[lane] = copies
-        if plan.masks is not None and "draft" in plan.forwards:
-            plan.masks.roll_counts = plan.forwards["draft"].rolls["count"].tolist()
+        if plan.masks is not None:
+            plan.masks.rolling = plan.forwards.get("draft")
         if self._drafting.weighing is not None:
             weighing = self._drafting.weighing
             plan.shape = shape_of(plan, self._drafting.num_in_vain)

@@ -107,9 +107,7 @@ class BlockTable:
         self.length = self.published = 0
         self.tail = ()
         if self.leaf is not None:
-            _leave(self.pool, self.leaf)
-            self.pool.free_rows.append(self.row)
-            self.leaf, self.num_blocks, self.row = None, 0, -1
+            self._pop(self.num_blocks)
 
     def _pop(self, count: int) -> None:
         if count == self.num_blocks:
