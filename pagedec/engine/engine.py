@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -75,7 +74,6 @@ class Engine:
         limits: ModelLimits,
         seed: int = 0,
         debug: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
         vocabulary: Vocabulary | None = None,
         speculative: dict[str, Any] | None = None,
         sessions: SessionLimits | None = None,
@@ -93,11 +91,12 @@ class Engine:
         if vocabulary is not None:
             text = vocabulary.pieces, vocabulary.special_ids, vocabulary.encode
             self.grammars = Grammars(limits.vocab_size, *text)
-        self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, clock, debug, is_ahead, target_step_time)
-        self._late: list[EngineEvent] = []  # what was brought while nobody stepped
-        self.sessions = Sessions(
-            scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
+        self.steps = steps = Steps(
+            scheduler, executor, limits.vocab_size, self.stats, debug, is_ahead, target_step_time
         )
+        self._late: list[EngineEvent] = []  # what was brought while nobody stepped
+        size, clock = scheduler.limits.block_size, lambda: steps.clock()
+        self.sessions = Sessions(scheduler.parking, scheduler.new_tables, size, clock, sessions or SessionLimits())
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}

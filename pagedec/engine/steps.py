@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -56,13 +57,13 @@ class Steps:
         executor: Executor,
         vocab_size: int,
         stats: EngineStats,
-        clock: Callable[[], float],
         debug: bool,
         is_ahead: bool,
         target_time: float | None = None,
     ) -> None:
         self._scheduler, self.executor, self._vocab_size, self._stats = scheduler, executor, vocab_size, stats
-        self.clock, self._debug, self.is_ahead = clock, debug, is_ahead
+        self._debug, self.is_ahead = debug, is_ahead
+        self.clock: Callable[[], float] = time.perf_counter
         self._recovery = Recovery()
         self._pace: StepPace | None = None
         self._target_time, self._all_steps = target_time, StepPace(is_wary=True)

@@ -294,7 +294,6 @@ def test_sessions_that_nobody_uses_end(tiny: Tiny) -> None:
     llm = tiny()
     now = [0.0]
     llm.engine.clock = lambda: now[0]
-    llm.engine.sessions._clock = lambda: now[0]
     idle, used = llm.session(PROMPT, ttl=10), llm.session(PROMPT, ttl=10)
     forever = llm.session(PROMPT)
     now[0] = 6
