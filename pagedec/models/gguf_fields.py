@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.gguf.tensor_names import ROPE_FACTORS
 from pagedec.formats.values import positive_int
 from pagedec.models.rope_scaling import RopeScaling, longrope_attention, yarn_attention
 
@@ -24,6 +25,7 @@ def gguf_base_fields(fields: GgufFields) -> dict[str, Any]:
     if get("attention.value_length", head_dim) != head_dim:
         limit = f"must equal the key length, which is {head_dim}"
         raise InvalidArgument(f"{name}.attention.value_length", get("attention.value_length"), limit)
+    _check_layers(fields)
     scaling = _rope_scaling(fields)
     return fields.token_ids() | {
         "hidden_size": hidden,
@@ -45,20 +47,47 @@ def gguf_base_fields(fields: GgufFields) -> dict[str, Any]:
     }
 
 
+def _check_layers(fields: GgufFields) -> None:
+    """Raise InvalidArgument where a file says of its layers what none here does: read without it, they would answer
+    something else."""
+    get, sections = fields.get, fields.get("rope.dimension_sections", [])
+    if not get("attention.causal", True):
+        raise InvalidArgument(f"{fields.name}.attention.causal", False, "must be true: rows see what precedes them")
+    if not isinstance(sections, list) or any(sections):
+        # for these, converters reorder the rows of q and k
+        limit = "is not supported: positions of images, whose sections turn halves of a head; must be zeros"
+        raise InvalidArgument(f"{fields.name}.rope.dimension_sections", sections, limit)
+    if get("nextn_predict_layers", 0):
+        limit = "is not supported: block_count includes blocks that predict further tokens; must be 0"
+        raise InvalidArgument(f"{fields.name}.nextn_predict_layers", get("nextn_predict_layers"), limit)
+
+
 def _rope_scaling(fields: GgufFields) -> RopeScaling | None:
-    """Return the scaling of rotary frequencies."""
-    if fields.rope_factors is not None:
-        return RopeScaling("factors", factors=tuple(fields.rope_factors))
+    """Return the scaling of rotary frequencies; as in llama.cpp it is linear where a file has a factor and no type, and
+    comes on top of divisors of single frequencies."""
     if fields.longrope_factors is not None:
         return _longrope(fields, *fields.longrope_factors)
-    kind = fields.get("rope.scaling.type", "none")
-    if kind == "linear":
-        return RopeScaling("linear", fields.get("rope.scaling.factor", 1.0))
-    if kind == "yarn":
-        return _yarn(fields)
-    if kind != "none":
+    kind, divisors = fields.get("rope.scaling.type", "linear"), fields.rope_factors
+    if kind not in ("none", "linear", "yarn"):
         raise InvalidArgument("rope.scaling.type", kind, "is not supported; supported are none, linear, yarn")
-    return None
+    if kind == "yarn":
+        if divisors is not None:
+            raise InvalidArgument("rope.scaling.type", kind, f"is not supported beside the tensor {ROPE_FACTORS}")
+        return _yarn(fields)
+    if (attention := fields.get("rope.scaling.attn_factor", 1.0)) != 1:
+        raise InvalidArgument(f"{fields.name}.rope.scaling.attn_factor", attention, f"must be 1 with scaling {kind}")
+    factor = 1.0 if kind == "none" else _linear_factor(fields)
+    if divisors is not None:
+        return RopeScaling("factors", factors=tuple(factor * divisor for divisor in divisors))
+    return None if factor == 1 else RopeScaling("linear", factor)
+
+
+def _linear_factor(fields: GgufFields) -> float:
+    """Return by how much all frequencies are divided; files of 2023 call it otherwise, and 0 is nothing said."""
+    for field in ("rope.scaling.factor", "rope.scale_linear"):
+        if fields.get(field, 0) != 0:
+            return fields.number(field)
+    return 1.0
 
 
 def _yarn(fields: GgufFields) -> RopeScaling:

@@ -72,15 +72,32 @@ def gemma_gguf_fields(fields: GgufFields, layers_of_27b: int) -> dict[str, Any]:
         "query_scale": share**-0.5,
         "attention_soft_cap": fields.get("attn_logit_softcapping", 0.0),
         "final_soft_cap": fields.get("final_logit_softcapping", 0.0),
-        "sliding_window": fields.integer("attention.sliding_window"),
         "names": NAMES,
     }
 
 
+def gguf_full_layers(fields: GgufFields, period: int) -> tuple[int, ...]:
+    """Return the layers that see everything: one of `period`, unless the file says it otherwise, also for each layer
+    whether it has a window."""
+    count, field = fields.layers(), "attention.sliding_window_pattern"
+    pattern = fields.get(field, period)
+    if not isinstance(pattern, list):
+        period = fields.integer(field, period)
+        return tuple(range(period - 1, count, period))
+    if len(pattern) != count or any(slides not in (0, 1) for slides in pattern):
+        limit = f"must be a number of layers, or a truth value for each of {count}"
+        raise InvalidArgument(f"{fields.name}.{field}", pattern, limit)
+    return tuple(i for i, slides in enumerate(pattern) if not slides)
+
+
 def read_gguf(fields: GgufFields) -> Architecture:
-    count = fields.layers()
-    full = tuple(range(1, count, 2))
-    return Architecture("gemma2", **gemma_gguf_fields(fields, 46), full_attention_layers=full)
+    """The first files say neither of the soft caps nor of the window, which are those of all Gemma 2."""
+    values = gemma_gguf_fields(fields, 46) | {
+        "attention_soft_cap": fields.get("attn_logit_softcapping", DEFAULTS["attn_logit_softcapping"]),
+        "final_soft_cap": fields.get("final_logit_softcapping", DEFAULTS["final_logit_softcapping"]),
+        "sliding_window": fields.integer("attention.sliding_window", 4096),
+    }
+    return Architecture("gemma2", **values, full_attention_layers=gguf_full_layers(fields, 2))
 
 
 FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",), read, Transformer, ("gemma2",), read_gguf)

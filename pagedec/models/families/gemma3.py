@@ -11,7 +11,7 @@ from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.values import layer_count, positive_int, required
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, full_layers, merged, rope_parameters
-from pagedec.models.families.gemma2 import gemma_fields, gemma_gguf_fields
+from pagedec.models.families.gemma2 import gemma_fields, gemma_gguf_fields, gguf_full_layers
 from pagedec.models.family import Family
 from pagedec.models.transformer import Transformer
 
@@ -79,14 +79,14 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    """Files say neither which layers have a window nor how those rotate, unless they are recent; llama.cpp knows."""
-    count, pattern = fields.layers(), fields.integer("attention.sliding_window_pattern", 6)
+    """Files say neither which layers have a window nor how those rotate, unless they are recent; llama.cpp knows. Where
+    one has no window, no layer has."""
     return Architecture(
         "gemma3",
         **gemma_gguf_fields(fields, 62),
         qk_norm=True,
         local_rope_theta=fields.number("rope.freq_base_swa", 1e4),
-        full_attention_layers=tuple(range(pattern - 1, count, pattern)),
+        full_attention_layers=gguf_full_layers(fields, 6),
     )
 
 

@@ -1,0 +1,87 @@
+"""What fields of a GGUF header mean is what they mean to llama.cpp, found by its logits beside ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.models.architecture import Architecture
+from pagedec.models.registry import from_gguf
+from pagedec.models.rope_scaling import RopeScaling
+
+SHAPE = {
+    "block_count": 6, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48, "vocab_size": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
+WINDOW = {"attention.sliding_window": 8}
+DIVISORS = (1.0, 2.0, 4.0, 8.0)
+
+
+def read(name: str, fields: dict[str, Any], **more: Any) -> Architecture:
+    given = {f"{name}.{field}": value for field, value in {**SHAPE, **fields}.items()}
+    return from_gguf(GgufFields({"general.architecture": name, **given}, **more))
+
+
+@pytest.mark.parametrize(("fields", "factor"), [
+    ({"rope.scaling.factor": 4.0}, 4.0), ({"rope.scale_linear": 4.0}, 4.0),
+    ({"rope.scaling.type": "linear", "rope.scale_linear": 2.0}, 2.0),
+    ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
+    ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0), ({"rope.scaling.factor": 0.0}, 1.0),
+    ({"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0}, 4.0), ({}, 1.0),
+])  # fmt: skip
+def test_a_factor_stretches_also_where_no_type_is_said(fields: dict[str, Any], factor: float) -> None:
+    """It was passed over: answers were those of the model before it was stretched."""
+    assert read("llama", fields).rope_scaling == (None if factor == 1 else RopeScaling("linear", factor))
+    both = RopeScaling("factors", factors=tuple(factor * divisor for divisor in DIVISORS))
+    assert read("llama", fields, rope_factors=DIVISORS).rope_scaling == both
+
+
+@pytest.mark.parametrize(("name", "fields", "problem"), [
+    ("llama", {"rope.scaling.attn_factor": 1.2}, "llama.rope.scaling.attn_factor is 1.2: must be 1 with"),
+    ("llama", {"rope.scaling.factor": -1.0}, "llama.rope.scaling.factor is -1.0: must be a finite number"),
+    ("llama", {"attention.causal": False}, "llama.attention.causal is False: must be true"),
+    ("glm4", {"rope.dimension_sections": [4, 4, 8, 0]}, r"glm4.rope.dimension_sections is \[4, 4, 8, 0\]: is not supp"),
+    ("glm4", {"rope.dimension_sections": 4}, "glm4.rope.dimension_sections is 4: is not supported"),
+    ("glm4", {"nextn_predict_layers": 1}, "glm4.nextn_predict_layers is 1: is not supported: block_count includes"),
+    ("gemma3", {**WINDOW, "attention.sliding_window_pattern": [True]}, r"_pattern is \[True\]: .* for each of 6"),
+    ("gemma3", {**WINDOW, "attention.sliding_window_pattern": 0}, "gemma3.attention.sliding_window_pattern is 0"),
+])  # fmt: skip
+def test_what_would_be_read_wrongly_is_refused(name: str, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        read(name, fields)
+
+
+def test_yarn_on_top_of_divisors_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"rope.scaling.type is 'yarn': .* beside the tensor rope_freqs.weight"):
+        read("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, rope_factors=DIVISORS)
+
+
+def test_what_changes_nothing_is_not_refused() -> None:
+    neutral = {"rope.dimension_sections": [0, 0, 0, 0], "nextn_predict_layers": 0, "attention.causal": True}
+    assert read("glm4", neutral) == read("glm4", {})
+
+
+def test_the_first_files_of_gemma_2_have_its_caps_and_its_window() -> None:
+    """They do not say them, and were read without: answers were somewhat off."""
+    arch = read("gemma2", {})
+    assert (arch.attention_soft_cap, arch.final_soft_cap, arch.sliding_window) == (50.0, 30.0, 4096)
+    said = read("gemma2", {**WINDOW, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0})
+    assert (said.attention_soft_cap, said.final_soft_cap, said.sliding_window) == (20.0, 10.0, 8)
+
+
+@pytest.mark.parametrize(("name", "pattern", "full"), [
+    ("gemma2", {}, (1, 3, 5)), ("gemma3", {}, (5,)), ("gemma2", {"attention.sliding_window_pattern": 3}, (2, 5)),
+    ("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, False, True]}, (1, 4)),
+    ("gemma3", {"attention.sliding_window_pattern": [1, 1, 0, 1, 1, 0]}, (2, 5)),
+])  # fmt: skip
+def test_layers_without_a_window(name: str, pattern: dict[str, Any], full: tuple[int, ...]) -> None:
+    assert read(name, {**WINDOW, **pattern}).full_attention_layers == full
+
+
+def test_gemma_3_without_a_window() -> None:
+    """llama.cpp's converter leaves the field out where all layers see everything; such files were refused."""
+    for fields in ({}, {"attention.sliding_window": 0}):
+        assert not any(read("gemma3", fields).is_sliding(layer) for layer in range(6))
