@@ -50,6 +50,7 @@ GPT2 = Style()
 SMOLLM = Style(digits=True)
 LLAMA3 = Style((LLAMA3_SPLIT,), whole_words=True, adds_bos=True)
 CL100K = Style((LLAMA3_SPLIT,))
+GLM = Style((LLAMA3_SPLIT,), whole_words=True)
 QWEN2 = Style((QWEN2_SPLIT,), composes=True)
 TEKKEN = Style((TEKKEN_SPLIT,), whole_words=True, adds_bos=True)
 GPT4O = Style((GPT4O_SPLIT,))
@@ -67,8 +68,8 @@ STYLES = {
     "pixtral": LLAMA3,
     "dbrx": CL100K,
     "smaug-bpe": CL100K,
-    "glm4": CL100K,
-    "chatglm-bpe": CL100K,
+    "glm4": GLM,
+    "chatglm-bpe": GLM,
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
