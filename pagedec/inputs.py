@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, TypeAlias, TypedDict, TypeGuard
 
-from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown, counted
 from pagedec.fields import check_encodable
 
 __all__ = ["Array", "Prompt", "PromptType", "TextPrompt", "TokensPrompt"]
@@ -202,6 +202,17 @@ def read_token_ids(field: str, token_ids: Any) -> list[int]:
     return list(map(int, token_ids))
 
 
+def as_params(sampling_params: Any, count: int, what: str) -> tuple[list[Any], list[str]]:
+    """Parameters of each of `count` prompts or branches (`what`), of one object for all or of a list of one for each;
+    and what errors call them: "" where all have the same."""
+    is_list = isinstance(sampling_params, (list, tuple))
+    each = list(sampling_params) if is_list else [sampling_params] * count
+    if len(each) != count:
+        limit = f"must be one, or one for each of {counted(count, what)}"
+        raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
+    return each, [f"sampling_params[{i}]" if is_list else "" for i in range(count)]
+
+
 def as_priorities(priority: object, num_prompts: int) -> list[int]:
     """One number for each prompt."""
     if priority is None:
@@ -262,6 +273,15 @@ def as_continuations(continuations: Any, field: str = "continuations") -> list[A
     if not is_listed(continuations, Mapping):
         raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
     return list(continuations)
+
+
+def as_continuations_of_each(continuations: Any, count: int) -> list[tuple[Any, str]]:
+    """What `score_all` is given for each of `count` branches, not looked at yet, and what errors call it."""
+    is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
+    if not is_list or len(continuations) != count:
+        value = Shown(f"a list of {len(continuations)}") if is_list else continuations
+        raise InvalidArgument("continuations", value, f"must hold a list for each of {counted(count, 'branch')}")
+    return [(own, f"continuations[{i}]") for i, own in enumerate(continuations)]
 
 
 def check_call(call: str, of_vllm: Mapping[str, Any]) -> None:

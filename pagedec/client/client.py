@@ -21,7 +21,7 @@ from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
 from pagedec.client.remote_session import RemoteSession
 from pagedec.client.token_pieces import TokenPieces
-from pagedec.errors import CallInterrupted, InvalidArgument, RequestError, RequestsFailed, Shown
+from pagedec.errors import CallInterrupted, InvalidArgument, RequestError, RequestsFailed
 from pagedec.fields import Integer
 from pagedec.inputs import (
     Array,
@@ -29,6 +29,7 @@ from pagedec.inputs import (
     Prompt,
     as_conversations,
     as_list,
+    as_params,
     as_priorities,
     check_call,
     check_no_lora,
@@ -105,7 +106,7 @@ class Client:
         check_call("generate", of_vllm)
         check_no_lora(lora_request)
         many = with_token_ids(prompts, prompt_token_ids)
-        each = _spread(sampling_params, len(many))
+        each, _ = as_params(sampling_params, len(many), "prompt")
         asked = [Question.of(f"prompts[{i}]", *pair) for i, pair in enumerate(zip(many, each, strict=True))]
         return self._run(asked, priority, use_tqdm, on_error, timeout)
 
@@ -134,7 +135,7 @@ class Client:
         check_call("chat", of_vllm)
         check_no_lora(lora_request)
         conversations, several = as_conversations(messages)
-        each = _spread(sampling_params, len(conversations))
+        each, _ = as_params(sampling_params, len(conversations), "prompt")
         asked = [
             Question.of_chat(one, own, options, f"messages[{i}]" if several else "messages")
             for i, (one, own) in enumerate(zip(conversations, each, strict=True))
@@ -333,14 +334,6 @@ class Client:
         if prompt is None and params.detokenize and any(answer.text for answer in output.outputs):
             prompt = self.detokenize(output.prompt_token_ids)
         return BeamSearchOutput.of(output, prompt if params.detokenize else None, params.include_stop_str_in_output)
-
-
-def _spread(params: Any, count: int) -> list[Any]:
-    each = list(params) if isinstance(params, (list, tuple)) else [params] * count
-    if len(each) != count:
-        limit = f"must be one, or one for each of {count} prompts"
-        raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
-    return each
 
 
 def _checked(outputs: list[RequestOutput], on_error: str) -> list[RequestOutput]:

@@ -15,9 +15,9 @@ from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_order
 from pagedec.client.connection import Inquiry
 from pagedec.client.telling import Growing, as_blocks, as_score, as_session, as_state, as_tree
 from pagedec.client.token_pieces import TokenPieces
-from pagedec.errors import BranchClosed, InvalidArgument, RequestError, Shown, counted
+from pagedec.errors import BranchClosed, InvalidArgument, RequestError, counted
 from pagedec.fields import Integer, Number, check_encodable
-from pagedec.inputs import as_continuations, read_salt
+from pagedec.inputs import as_continuations, as_continuations_of_each, as_params, read_salt
 from pagedec.outputs import (
     BranchOutput,
     BranchState,
@@ -235,17 +235,11 @@ class RemoteHandle:
 
     def _generating_all(self, branches: Any, params: Any, keep: Any, fields: Mapping[str, Any]) -> list[Inquiry[Any]]:
         many = self._several(branches)
-        is_list = isinstance(params, (list, tuple))
-        each = list(params) if is_list else [params] * len(many)
-        if len(each) != len(many):
-            limit = f"must be one, or one for each of {counted(len(many), 'branch')}"
-            raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
         asks = []
-        for i, (branch, own) in enumerate(zip(many, each, strict=True)):
-            if not is_list:
+        for branch, own, name in zip(many, *as_params(params, len(many), "branch"), strict=True):
+            if not name:
                 asks.append(branch._generating(own, keep, fields, False))
                 continue
-            name = f"sampling_params[{i}]"
             with of_params(name, own, fields):
                 ask = branch._generating(own, keep, fields, False)
             asks.append(replace(ask, blamed=partial(about_params, name=name, params=own, apart=fields)))
@@ -253,13 +247,8 @@ class RemoteHandle:
 
     def _scoring_all(self, branches: Any, continuations: Any, logprobs: int) -> list[Inquiry[Any]]:
         many = self._several(branches)
-        is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
-        if not is_list or len(continuations) != len(many):
-            value = Shown(f"a list of {len(continuations)}") if is_list else continuations
-            limit = f"must hold a list for each of {counted(len(many), 'branch')}"
-            raise InvalidArgument("continuations", value, limit)
-        named = zip(many, continuations, (f"continuations[{i}]" for i in range(len(many))), strict=True)
-        return [branch._scoring(own, logprobs, field) for branch, own, field in named]
+        named = zip(many, as_continuations_of_each(continuations, len(many)), strict=True)
+        return [branch._scoring(own, logprobs, field) for branch, (own, field) in named]
 
     def _several(self, branches: Any) -> list[RemoteHandle]:
         """Branches of this server's sessions, each once. Raises `InvalidArgument`."""

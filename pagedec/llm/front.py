@@ -18,10 +18,10 @@ from pagedec.core.resuming import Resume
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.engine.open_branches import OpenBranch
-from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
+from pagedec.errors import AbsentFeature, InvalidArgument, NotFound
 from pagedec.fields import Number
 from pagedec.formats.named import files_of
-from pagedec.inputs import Prompt, as_conversations, as_priorities, as_priority, read_salt
+from pagedec.inputs import Prompt, as_conversations, as_params, as_priorities, as_priority, read_salt
 from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
@@ -148,15 +148,7 @@ class Front:
         """
         self.loop.require_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each, names = [params] * len(prompts), [""] * len(prompts)
-        if isinstance(params, (list, tuple)):
-            each, names = list(params), [f"sampling_params[{i}]" for i in range(len(params))]
-        if len(each) != len(prompts):
-            raise InvalidArgument(
-                "sampling_params",
-                Shown(f"a list of {len(each)}"),
-                f"must be one, or one for each of {len(prompts)} prompts",
-            )
+        each, names = as_params(params, len(prompts), "prompt")
         each = [copy.copy(own) if isinstance(own, RequestParams) else own for own in each]  # whose fields can be set
         orders = as_priorities(priorities, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)

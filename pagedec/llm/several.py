@@ -9,7 +9,8 @@ from typing import Any
 
 from pagedec.blame import of_params
 from pagedec.engine.engine import Engine
-from pagedec.errors import InvalidArgument, Shown, counted
+from pagedec.errors import InvalidArgument
+from pagedec.inputs import as_continuations_of_each, as_params
 from pagedec.llm.branches import branches_of
 from pagedec.llm.going import B, Going, Scored
 
@@ -20,14 +21,9 @@ def generating(
     """`generate` on each of `branches`, which must be of `handle`'s LLM; `sampling_params` is one object for all or one
     for each."""
     many = _branches(handle, branches)
-    is_list = isinstance(sampling_params, (list, tuple))
-    each = list(sampling_params) if is_list else [sampling_params] * len(many)
-    if len(each) != len(many):
-        limit = f"must be one, or one for each of {counted(len(many), 'branch')}"
-        raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
     calls = []
-    for i, (branch, own) in enumerate(zip(many, each, strict=True)):
-        blamed = partial(of_params, f"sampling_params[{i}]", own, fields) if is_list else contextlib.nullcontext
+    for branch, own, name in zip(many, *as_params(sampling_params, len(many), "branch"), strict=True):
+        blamed = partial(of_params, name, own, fields) if name else contextlib.nullcontext
         with blamed():
             calls.append(branch._generating(own, keep, fields, False))
         calls[-1].blamed = blamed
@@ -37,13 +33,8 @@ def generating(
 def scoring(handle: B, branches: Sequence[B], continuations: Any, logprobs: int) -> list[Scored]:
     """`score` on each of `branches`: a list of continuations for each."""
     many = _branches(handle, branches)
-    is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
-    if not is_list or len(continuations) != len(many):
-        value = Shown(f"a list of {len(continuations)}") if is_list else continuations
-        limit = f"must hold a list for each of {counted(len(many), 'branch')}"
-        raise InvalidArgument("continuations", value, limit)
-    named = zip(many, continuations, (f"continuations[{i}]" for i in range(len(many))), strict=True)
-    return [branch._scoring(own, logprobs, field) for branch, own, field in named]
+    named = zip(many, as_continuations_of_each(continuations, len(many)), strict=True)
+    return [branch._scoring(own, logprobs, field) for branch, (own, field) in named]
 
 
 def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
