@@ -129,7 +129,8 @@ DAMAGED: dict[str, tuple[list[bytes], list[bytes], dict[str, Any], str]] = {
     "tensor twice": ([], [tensor("a", [1])] * 2, {"data": b"\0" * 32}, "tensor a appears twice"),
     "rank 0": ([], [tensor("a", [])], {}, "tensor a has 0 dimensions"),
     "rank 9": ([], [tensor("a", [1] * 9)], {}, "tensor a has 9 dimensions"),
-    "ggml type": ([], [tensor("a", [256], 10)], {}, "tensor a has ggml type 10; supported are F32"),
+    "ggml type": ([], [tensor("a", [256], 10)], {}, r"tensor a has ggml type 10 \(Q2_K\); supported are F32"),
+    "no type": ([], [tensor("a", [256], 99)], {}, "tensor a has ggml type 99; supported are F32"),
     "row": ([], [tensor("a", [33], 8)], {"data": b"\0" * 64}, "tensor a: rows of 33, Q8_0 has blocks of 32"),
     "offset": ([], [tensor("a", [1], 0, 4)], {"data": b"\0" * 64}, "tensor a has offset 4, no multiple of 32"),
     "overlap": (

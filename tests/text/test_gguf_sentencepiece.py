@@ -167,6 +167,14 @@ def test_refused(change: dict[str, Any], problem: str) -> None:
     assert "here.gguf" in str(caught.value)
 
 
+def test_scores_that_are_whole_numbers(fields: dict[str, Any], made: Tokenizer) -> None:
+    """The gguf package stores a list by the type of its first item, and llama.cpp reads both."""
+    whole = [int(score) for score in fields["tokenizer.ggml.scores"]]
+    assert tokenizer_from_gguf(fields | {"tokenizer.ggml.scores": whole}, HERE).encode("the fox") == made.encode(
+        "the fox"
+    )
+
+
 def test_scores_that_are_no_numbers_and_endless_tokens(fields: dict[str, Any]) -> None:
     scores, tokens = list(fields["tokenizer.ggml.scores"]), list(fields["tokenizer.ggml.tokens"])
     scores[300] = math.nan

@@ -213,7 +213,9 @@ def test_special_and_user_defined_tokens() -> None:
     assert made.decode([1, user, 2], skip_special_tokens=False) == "<|end|><user defined><|turn|>"
 
 
-@pytest.mark.parametrize(("pre", "count"), [("llama-bpe", 1), ("glm4", 1), ("chatglm-bpe", 1), ("dbrx", 5), ("gpt-2", 5)])
+@pytest.mark.parametrize(
+    ("pre", "count"), [("llama-bpe", 1), ("glm4", 1), ("chatglm-bpe", 1), ("dbrx", 5), ("gpt-2", 5)]
+)
 def test_a_whole_word_is_taken_before_merging(pre: str, count: int) -> None:
     """ "whole" is a token that no merge reaches, as GLM-4's " 王", which came out as other tokens."""
     assert len(tokenizer_from_gguf(small(pre=pre), HERE).encode("whole", False)) == count

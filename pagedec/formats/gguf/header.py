@@ -53,6 +53,12 @@ ENCODINGS = {
     14: TensorEncoding("Q6_K", 256, 210),
     30: TensorEncoding("BF16", 1, 2),
 }
+OTHERS = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+"""What ggml calls the types that are not read: a file's name says them, not their numbers."""
 
 Value = bool | int | float | str | list["Value"]
 
@@ -177,7 +183,8 @@ def _tensor(cursor: _Cursor, name: str) -> GgufTensor:
     type_id = int(cursor.scalar("I", f"tensor {name}: type"))
     if type_id not in ENCODINGS:
         known = ", ".join(encoding.name for encoding in ENCODINGS.values())
-        raise cursor.fail(f"tensor {name} has ggml type {type_id}; supported are {known}")
+        called = f" ({OTHERS[type_id]})" if type_id in OTHERS else ""
+        raise cursor.fail(f"tensor {name} has ggml type {type_id}{called}; supported are {known}")
     encoding = ENCODINGS[type_id]
     if shape[-1] % encoding.block_size:
         raise cursor.fail(f"tensor {name}: rows of {shape[-1]}, {encoding.name} has blocks of {encoding.block_size}")

@@ -84,8 +84,10 @@ def read_list(fields: Mapping[str, Any], key: str, kind: type, path: Path) -> li
 
 
 def read_scores(vocabulary: GgufVocabulary) -> list[float]:
-    """Return a finite score for each token."""
-    scores = read_list(vocabulary.fields, "scores", float, vocabulary.path)
+    """Return a finite score for each token; a writer that was given whole numbers has stored them as such."""
+    given = vocabulary.fields.get(PREFIX + "scores")
+    kind = int if isinstance(given, list) and given and type(given[0]) is int else float
+    scores = read_list(vocabulary.fields, "scores", kind, vocabulary.path)
     if len(scores) != len(vocabulary.tokens):
         raise vocabulary.fail("scores", f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
     for i, score in enumerate(scores):
