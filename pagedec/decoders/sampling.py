@@ -20,6 +20,7 @@ from pagedec.core.protocol import (
 from pagedec.core.request import Branch
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.verify import match
+from pagedec.errors import InvalidArgument
 from pagedec.params import SamplingParams
 
 State = tuple[int, ...]
@@ -55,6 +56,8 @@ class Sampling(Decoder):
             draft: Draft | Roll = self.forced(branch, room)
             if not draft.num_nodes:
                 draft = self.draft(branch, room)
+                if not isinstance(draft, Draft | Roll):
+                    raise InvalidArgument("draft", draft, "must be a Draft, such as Draft.chain(tokens), or a Roll")
             room = max(0, room - draft.num_nodes)
             queries.append(Query(branch, (Sample(self.sampler, branch.state),), draft))
         return queries

@@ -169,3 +169,15 @@ def test_a_way_to_draft_needs_a_name_of_its_own(name: str | None) -> None:
         decoder("taken", params=SamplingParams, speculation=kind)(Echo)
     with pytest.raises(NotFound):
         decoder_for("taken")
+
+
+@pytest.mark.parametrize("said", [[5, 7], None])
+def test_a_draft_that_is_none_is_told_as_one(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "draft", lambda *_: said)
+    decoder("echo", params=SamplingParams, speculation=EchoSpeculation)(Echo)
+    history = History(16)
+    made = make_decoder(SamplingParams(speculative={"method": "echo"}), DecoderContext(history, 2, 10, 100))
+    with pytest.raises(
+        InvalidArgument, match=r"draft is .*: must be a Draft, such as Draft\.chain\(tokens\), or a Roll"
+    ):
+        made.propose([Branch(history.append(0, [5, 7]), {}, (0,), 0, 2)], 9)
