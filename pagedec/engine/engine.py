@@ -342,7 +342,7 @@ class Engine:
                 collected.append(self._finished(event.request, now))
                 continue
             if isinstance(event, (Progress, Settled, Finished)):
-                if event.request not in first:
+                if event.request not in first and event.request in self._arrived:  # it may have been aborted since
                     first[event.request] = now
             elif isinstance(event, Failed):
                 self.stats.num_failed += 1

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.core.settling import Settler
+from pagedec.engine.recovery import Recovery
 from pagedec.engine.steps import Steps
-from pagedec.errors import RequestError
+from pagedec.errors import InvariantError, RequestError
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime.worker import Worker
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
@@ -73,6 +75,45 @@ def test_an_interrupt_while_two_steps_are_out(tiny: Tiny, expected: list[Tokens]
     with pytest.raises(KeyboardInterrupt):
         right_answers(llm)
     assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_stays_of_who_is_aborted_behind_an_interrupt(
+    tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """What a step had brought him is taken with the next one's events, when he is forgotten."""
+    llm, passed = tiny(**SMALL, async_scheduling=ahead), Recovery.passed
+
+    def interrupted(self: Recovery, answered: Any) -> None:
+        passed(self, answered)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recovery, "passed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        right_answers(llm)
+    monkeypatch.undo()
+    assert right_answers(llm) == expected
+    assert_whole(llm, expected)
+
+
+def test_settling_fails_beside_a_step_that_is_out(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own bug costs that step, too: whose answers they were fails, the others draw the same tokens again."""
+    llm, prompts, advance = tiny(**AHEAD), workload()[0], Settler._advance_plain
+    want = [output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    num_out = list[int]()
+
+    def hurt(self: Settler, request: Any, works: Any) -> None:
+        num_out.append(len(llm.engine.steps._out))
+        if len(num_out) == 2 * len(prompts):
+            raise InvariantError("made up")
+        advance(self, request, works)
+
+    monkeypatch.setattr(Settler, "_advance_plain", hurt)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="return")
+    assert num_out[2 * len(prompts) - 1] == 1
+    assert [output.error is not None for output in outputs].count(True) == 1
+    assert all(output.error or output.outputs == answers for output, answers in zip(outputs, want, strict=True))
+    assert not llm.engine.scheduler.requests and not llm.engine._first
 
 
 @pytest.mark.parametrize("where", ["_note_begun", "_finish"])
