@@ -14,7 +14,7 @@ from pagedec.serve.routing_config import RoutingConfig
 from pagedec.serve.server_config import ServerConfig
 
 _PROXY = "Ray Serve's proxy listens: grpc_options of its configuration say where"
-_TLS = "Ray Serve's proxy listens: Ray's own settings, or what is in front of it, have TLS"
+_TLS = "Ray Serve's gRPC proxies have no TLS, whatever Ray's own settings say: what stands in front of them has"
 _BOUNDS = "Ray Serve's proxy has the connections, and its own bounds for them"
 ELSEWHERE = {
     "host": _PROXY,
@@ -24,7 +24,7 @@ ELSEWHERE = {
     "tls_key": _TLS,
     "tls_client_ca": _TLS,
     "insecure": _TLS,
-    "max_message_size": _BOUNDS,
+    "max_message_size": "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE bounds it (2 GB), where Ray's nodes are started",
     "max_concurrent_streams": _BOUNDS,
     "max_connection_age": _BOUNDS,
     "send_timeout": _BOUNDS,

@@ -17,6 +17,7 @@ from pagedec.cli.main import parser
 from pagedec.serve.ending import CLOSE_SECONDS
 from pagedec.serve.replica_config import read_arguments
 from pagedec.serve.server import LAST_SECONDS
+from pagedec.serve.server_config import ServerConfig
 
 GENERATION = "pagedec.v1.GenerationService"
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -133,6 +134,17 @@ def test_the_service_serves_what_is_there() -> None:
     for path in config["grpc_options"]["grpc_servicer_functions"]:
         place, _, function = path.rpartition(".")
         assert callable(getattr(importlib.import_module(place), function)), path
+
+
+def test_strangers_cannot_send_what_a_node_has_no_memory_for() -> None:
+    """Ray Serve's proxies take messages of 2 GB where nothing is said, several times over, before any token is looked
+    at: three of 300 MB took 4.5 GB of one."""
+    image = (DEPLOY / "Dockerfile").read_text("utf-8").partition(" AS ray\n")[2].partition("\nFROM ")[0]
+    [most] = re.findall(r"\bRAY_SERVE_GRPC_MAX_MESSAGE_SIZE=(\d+)", image)
+    assert ServerConfig().max_message_size <= int(most) <= 64 * 2**20
+    if importlib.util.find_spec("ray") is not None and importlib.util.find_spec("starlette") is not None:
+        constants = importlib.import_module("ray.serve._private.constants")
+        assert hasattr(constants, "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"), "or it has another name by now"
 
 
 def test_the_job_runs_our_command() -> None:

@@ -51,6 +51,14 @@ def test_ranks_are_actors() -> None:
     [
         ({"modle": "x"}, "modle is 'x': not a field of the application; known are"),
         ({"port": 50051}, "port is 50051: not a field of the application; Ray Serve's proxy listens"),
+        (
+            {"tls_cert": "a.pem"},
+            "tls_cert is 'a.pem': not a field of the application; Ray Serve's gRPC proxies have no TLS",
+        ),
+        (
+            {"max_message_size": 9},
+            "max_message_size is 9: not a field of the application; RAY_SERVE_GRPC_MAX_MESSAGE_SIZE",
+        ),
         ({"min_replicas": 0}, "min_replicas is 0: must be a whole number from 1 to 10000"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas is 2: must be at least min_replicas, which is 3"),
         ({"num_blocks": "many"}, "num_blocks is 'many': must be a whole number"),
