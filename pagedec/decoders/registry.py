@@ -80,8 +80,10 @@ def decoder_for(params: type[Any] | str, speculation: type[Speculation] | None =
 
 
 def registered_names() -> list[str]:
-    """The names of all decoders that requests can ask for by name."""
-    return [name for name, entry in _by_name.items() if entry.speculation is None]
+    """The names of all decoders that requests can ask for by name: those that answer. Tables ask for a way to draft,
+    and sessions for scores."""
+    entries = _by_name.items()
+    return [name for name, own in entries if own.speculation is None and not getattr(own.make, "scores_given", False)]
 
 
 def decoder_classes() -> list[DecoderClass]:

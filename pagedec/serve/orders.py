@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from pagedec.decoders.registry import decoder_for
+from pagedec.decoders.registry import decoder_for, registered_names
 from pagedec.errors import InvalidArgument, NotFound, RequestError, Shown, counted
 from pagedec.fields import check_names, field_names
 from pagedec.messages import (
@@ -275,6 +275,8 @@ def _decoding(
 
 
 def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: dict[str, str]) -> RequestParams:
+    if given.name not in registered_names():
+        raise NotFound("decoder", given.name, f"known are {', '.join(registered_names())}")
     made = decoder_for(given.name).params
     own = as_table(given.parameters, "parameters.custom.parameters")
     known = [name for name in field_names(made) if name not in TOLD]

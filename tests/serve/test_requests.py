@@ -65,8 +65,16 @@ def test_its_mistakes_name_the_message_s_fields(serve: Serve) -> None:
     assert "did you mean piece?" in wrong(serving, custom("reconsider", piec=2))[1]
     for name in ("output_kind", "stream_interval"):  # how it is told is the service's own
         assert name in wrong(serving, custom("reconsider", **{name: 2}))[1]
-    with pytest.raises(grpc.RpcError) as caught:
-        ask(serving, custom("nobody's"))
+
+
+@pytest.mark.parametrize("name", ["nobody's", "score", "ngram"])
+def test_only_decoders_that_a_model_tells_of_are_found(serve: Serve, name: str) -> None:
+    """Scores are a session's, and drafts a table's: a decoder of theirs would answer nothing, or not draft."""
+    serving = serve()
+    known = serving.models.GetModel(mb.GetModelRequest()).model.decoders
+    assert name not in known and {"beam", "sampling", "reconsider"} <= set(known)
+    with pytest.raises(grpc.RpcError, match=f"known are {', '.join(known)}") as caught:
+        ask(serving, custom(name, continuations=[[5, 6]]))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND and reason(caught.value) == "DECODER_NOT_FOUND"
 
 
