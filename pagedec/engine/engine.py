@@ -234,11 +234,11 @@ class Engine:
             self._late += self._collect(self._conclude_overdue(now), now)
         if self._late:
             return self.take_late()
-        return self._collect(*self.steps.step(now))
+        return self._carried_out(lambda: self.steps.step(now))
 
     def drain(self) -> None:
         """Wait for a step that is out: none is then, and the next call of `step` tells what it has brought."""
-        self._late += self._collect(*self.steps.drain())
+        self._late += self._carried_out(self.steps.drain)
 
     def take_late(self) -> list[EngineEvent]:
         """What was brought, and who has failed, while nobody stepped."""
@@ -334,6 +334,16 @@ class Engine:
         self._first.pop(request, None)
         self._deadlines.pop(request, None)
 
+    def _carried_out(self, carry_out: Callable[[], tuple[list[Event], float]]) -> list[EngineEvent]:
+        """What a step has brought. What came before an interrupt has happened, and is told next: it is taken in at
+        once, or whoever aborts, closes or drops what has ended would take it for running."""
+        try:
+            events, now = carry_out()
+        except BaseException:
+            self._late += self._collect(self.scheduler.take_events(), self.clock())
+            raise
+        return self._collect(events, now)
+
     def _collect(self, events: Sequence[Event], now: float) -> list[EngineEvent]:
         collected: list[EngineEvent] = []
         first = self._first
@@ -342,7 +352,7 @@ class Engine:
                 collected.append(self._finished(event.request, now))
                 continue
             if isinstance(event, (Progress, Settled, Finished)):
-                if event.request not in first and event.request in self._arrived:  # it may have been aborted since
+                if event.request not in first:
                     first[event.request] = now
             elif isinstance(event, Failed):
                 self.stats.num_failed += 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.engine.recovery import Recovery
 from pagedec.llm.branches import Handle
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -57,3 +58,30 @@ def test_an_error_that_is_thrown_into_a_stream_ends_it(tiny: Tiny, begun: list[A
         with pytest.raises(ZeroDivisionError, match="mine"):
             stream.throw(ZeroDivisionError("mine"))
         assert session.fork().num_tokens == 3
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_an_interrupt_in_the_step_that_ends_a_call(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, is_dropped: bool
+) -> None:
+    """Whoever steps next is not told of that call as of one that does not exist, and its branch is free."""
+    llm, passed, num_left = tiny(), Recovery.passed, 6
+
+    def interrupted(self: Recovery, answered: Any) -> None:
+        nonlocal num_left
+        passed(self, answered)
+        num_left -= 1
+        if num_left == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recovery, "passed", interrupted)
+    session = llm.session(PROMPT, seed=7)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.stream(PARAMS))
+    if is_dropped:
+        del session
+    assert llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].finished
+    if not is_dropped:
+        assert session.num_tokens == 3 and session.generate(PARAMS).finished
+        session.close()
+    assert_nothing_left(llm)
