@@ -24,17 +24,23 @@ from pagedec.kernels.blocks import Blocks
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which 4 bits of an int32 AWQ keeps columns 0 .. 7."""
 IN_ORDER = tuple(range(8))
+LAYOUTS = {"awq": ("gemm",), "gptq": ("gptq", "gptq_v2")}
+LAYOUT_FIELDS = {"awq": ("version", "format", "checkpoint_format"), "gptq": ("checkpoint_format", "format")}
+"""By what names configurations say how weights are packed: it depends on what has written them."""
+ONES = 0x11111111  # 1 in each of eight values of 4 bits
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """What a quantization_config says. `method`: awq or gptq; `group`: values that share a scale, -1: all of a row;
-    `zero_shift`: what GPTQ's first format has subtracted from zero points."""
+    `zero_shift`: what GPTQ's first format has subtracted from zero points; `carries`: from all eight in an int32 at
+    once, so that a zero point of 0 has borrowed from its neighbour."""
 
     method: str
     group: int
     zero_shift: int
+    carries: bool = False
 
 
 def read_int4_config(config: Mapping[str, Any]) -> Int4Config:
@@ -43,24 +49,36 @@ def read_int4_config(config: Mapping[str, Any]) -> Int4Config:
     def refuse(field: str, value: object, limit: str) -> InvalidArgument:
         return InvalidArgument(f"quantization_config.{field}", value, limit)
 
-    method = config.get("quant_method")
+    method = config.get("quant_method", config.get("method"))
     if method not in ("awq", "gptq"):
-        raise InvalidArgument("quantization_config", method, "is not supported; supported are awq, gptq")
+        raise refuse("quant_method", method, "is not supported; supported are awq, gptq")
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
         raise refuse("bits", bits, "must be 4")
     group = config.get("group_size", config.get("q_group_size", 128))
     if not isinstance(group, int) or isinstance(group, bool) or (group != -1 and (group < 32 or group % 32)):
         raise refuse("group_size", group, "must be -1 or a multiple of 32")
-    if method == "awq":
-        version = config.get("version", "gemm")
-        if not isinstance(version, str) or version.lower() != "gemm":
-            raise refuse("version", version, "must be gemm")
-        return Int4Config(method, group, 0)
-    layout = config.get("checkpoint_format", "gptq")
-    if layout not in ("gptq", "gptq_v2"):
-        raise refuse("checkpoint_format", layout, "must be gptq or gptq_v2")
-    return Int4Config(method, group, int(layout == "gptq"))
+    if config.get("rotation") is not None:
+        raise refuse("rotation", config["rotation"], "is not supported: inputs would have to be rotated, too")
+    if method == "awq" and config.get("backend") == "llm-awq":  # by which transformers knows a packing
+        raise refuse("backend", config["backend"], "is not supported: its packing is another")
+    said = {field: config[field] for field in LAYOUT_FIELDS[method] if config.get(field) is not None}
+    for field, layout in said.items():
+        if not isinstance(layout, str) or layout.lower() not in LAYOUTS[method]:
+            raise refuse(field, layout, f"must be {' or '.join(LAYOUTS[method])}")
+    layouts = {layout.lower() for layout in said.values()}
+    if len(layouts) > 1:
+        raise refuse("format", config["format"], f"must be checkpoint_format, which is {config['checkpoint_format']}")
+    is_first = method == "gptq" and layouts != {"gptq_v2"}
+    return Int4Config(method, group, int(is_first), is_first and _by_gptqmodel(config))
+
+
+def _by_gptqmodel(config: Mapping[str, Any]) -> bool:
+    """Whether GPTQModel has made a checkpoint; others subtract from each zero point by itself."""
+    meta = config.get("meta")
+    made_by = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    names = made_by if isinstance(made_by, list) else [made_by]
+    return any(isinstance(name, str) and name.startswith("gptqmodel") for name in names)
 
 
 def int4_config(files: ModelFiles) -> Int4Config | None:
@@ -142,11 +160,23 @@ class Int4Source:
         self._check_order(name, k, group)
         order = IN_ORDER if is_gptq else AWQ_ORDER
         values = (_unpacked(q.T, IN_ORDER) if is_gptq else _unpacked(q, order).T).reshape(n, k)
-        zeros = (_unpacked(zero, order).T + self._config.zero_shift) & 15  # [n, k / group]
+        zeros = self._zeros(zero, order)
         blocks = _blocks(values, scale.T, zeros, group)
         if not blocks.is_finite:
             raise ModelFileError(self.path, f"tensor {self._part(name, 'scales')} has a scale that is infinite or NaN")
         return blocks
+
+    def _zeros(self, words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        """Zero points [n, k / group]."""
+        if self._config.carries:
+            return _unpacked(words + ONES, order).T
+        return (_unpacked(words, order).T + self._config.zero_shift) & 15
+
+    def zero_biases(self) -> list[str]:
+        """Return the biases of quantised weights that are 0: AutoGPTQ gave one to each layer, wanted or not."""
+        stored = set(self._names)
+        biases = [bias for name in self._packed if (bias := self._part(name, "bias")) in stored]
+        return [bias for bias in biases if not self._source.load(bias).any()]
 
     def _check_order(self, name: str, k: int, group: int) -> None:
         """GPTQ may have gone through the inputs in an order of its own, whose groups are scattered."""

@@ -27,7 +27,8 @@ def open_weights(
     norm_value: float = 1.0,
     has_blocks: bool = False,
 ) -> WeightSource:
-    """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check.
+    """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check but
+    biases that a quantised checkpoint may have without need.
 
     `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once,
     unless `has_blocks`: the caller takes it as it is. `renamed` is
@@ -44,7 +45,8 @@ def open_weights(
     else:
         source = open_directory(files.weights)
         if (quantised := int4_config(files)) is not None:
-            source = Int4Source(source, quantised)
+            source = packed = Int4Source(source, quantised)
+            optional = [*optional, *packed.zero_biases()]
         if renamed:
             source = RenamedSource(source, renamed)
     check_weights(source, shapes, optional)

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.awq_gptq import Int4Config, Int4Source, read_int4_config
+from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
+from pagedec.formats.weights import open_weights
 
 NAME = "model.layers.0.self_attn.q_proj"
 N, K = 48, 512
@@ -87,6 +89,35 @@ def test_one_group_for_a_row(tmp_path: Path) -> None:
     assert torch.equal(source.load(f"{NAME}.weight"), weight.values)
 
 
+def test_zero_points_that_borrow_from_their_neighbours(tmp_path: Path) -> None:
+    """GPTQModel writes the first format from the second by taking 1 from all eight at once, so that 0 becomes 15 and
+    takes one from the next: these were read as one too small."""
+    weight = Weight(128)
+    weight.zero = np.random.default_rng(0).integers(0, 16, weight.zero.shape) * (np.arange(N) % 3 != 0)[:, None]
+    parts = weight.gptq(shift=0)
+    parts[f"{NAME}.qzeros"] = (parts[f"{NAME}.qzeros"].long() - 0x11111111).to(torch.int32)
+    for config, agrees in ((Int4Config("gptq", 128, 1, carries=True), True), (Int4Config("gptq", 128, 1), False)):
+        values = opened(tmp_path, parts, config).load(f"{NAME}.weight")
+        assert torch.equal(values, weight.values) is agrees
+    for shift, config in ((1, Int4Config("gptq", 128, 1, carries=True)), (0, Int4Config("gptq", 128, 0))):
+        usual = Weight(128)
+        assert torch.equal(opened(tmp_path, usual.gptq(shift), config).load(f"{NAME}.weight"), usual.values)
+
+
+def test_biases_of_nothing(tmp_path: Path) -> None:
+    """AutoGPTQ gave each layer one; the model, which has none, was refused for them."""
+    weight, files = Weight(128), ModelFiles("m", "safetensors", tmp_path / "config.json", tmp_path, None)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    shapes, bias = {f"{NAME}.weight": (N, K), "model.norm.weight": (8,)}, torch.zeros(N, dtype=torch.float16)
+    opened(tmp_path, weight.gptq() | {f"{NAME}.bias": bias}, Int4Config("gptq", 128, 1))
+    source = open_weights(files, shapes, torch.float32)
+    assert torch.equal(source.load(f"{NAME}.weight"), weight.values)
+    assert open_weights(files, shapes | {f"{NAME}.bias": (N,)}, torch.float32).shape(f"{NAME}.bias") == (N,)
+    opened(tmp_path, weight.gptq() | {f"{NAME}.bias": bias + 1}, Int4Config("gptq", 128, 1))
+    with pytest.raises(ModelFileError, match=f"1 unexpected: {NAME}.bias"):
+        open_weights(files, shapes, torch.float32)
+
+
 def changed(tensors: dict[str, torch.Tensor], part: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
     rest = {name: tensor for name, tensor in tensors.items() if name != f"{NAME}.{part}"}
     return rest if value is None else {**rest, f"{NAME}.{part}": value}
@@ -129,6 +160,17 @@ def test_a_row_is_no_group_of_any_size(tmp_path: Path, method: str) -> None:
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}, Int4Config("awq", 128, 0)),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}, Int4Config("gptq", -1, 1)),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, Int4Config("gptq", 128, 0)),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, Int4Config("gptq", 128, 0)),  # was read as the first
+        ({"method": "gptq", "bits": 4, "format": "GPTQ", "checkpoint_format": "gptq"}, Int4Config("gptq", 128, 1)),
+        (
+            {"quant_method": "gptq", "bits": 4, "meta": {"quantizer": ["optimum:1", "gptqmodel:2"]}},
+            Int4Config("gptq", 128, 1, carries=True),
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "meta": {"quantizer": "gptqmodel:2"}, "format": "gptq_v2"},
+            Int4Config("gptq", 128, 0),
+        ),
+        ({"quant_method": "awq", "bits": 4, "format": "gemm", "checkpoint_format": "gemm"}, Int4Config("awq", 128, 0)),
     ],
 )
 def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
@@ -140,9 +182,10 @@ def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
     [
         (
             {"quant_method": "bitsandbytes"},
-            "quantization_config is 'bitsandbytes': is not supported; supported are awq",
+            "config.quant_method is 'bitsandbytes': is not supported; supported are awq",
         ),
-        ({}, "quantization_config is None: is not supported"),
+        ({"quant_method": "compressed-tensors"}, "quantization_config.quant_method is 'compressed-tensors': is not"),
+        ({"load_in_4bit": True}, "quantization_config.quant_method is None: is not supported"),
         ({"quant_method": "gptq", "bits": 8}, "quantization_config.bits is 8: must be 4"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "quantization_config.group_size is 48: must be -1 or"),
         ({"quant_method": "gptq", "bits": 4, "group_size": True}, "quantization_config.group_size is True"),
@@ -152,6 +195,20 @@ def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
             "quantization_config.checkpoint_format is 'marlin': must be gptq or gptq_v2",
         ),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_p"}, "config.format is 'gptq_p': must be gptq or gptq_v2"),
+        (
+            {"quant_method": "gptq", "bits": 4, "format": "gptq", "checkpoint_format": "gptq_v2"},
+            "quantization_config.format is 'gptq': must be checkpoint_format, which is gptq_v2",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
+            "quantization_config.rotation is 'hadamard': is no",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "format": "gemv_fast"},
+            "quantization_config.format is 'gemv_fast': must be",
+        ),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "quantization_config.backend is 'llm-awq': is not"),
     ],
 )
 def test_configurations_that_cannot_be_read(config: dict[str, Any], message: str) -> None:
