@@ -14,7 +14,6 @@ AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int
       shift_(__builtin_ctz(size_)), words_((d_ + SCALES<T>) * block_), thread_(thread), num_threads_(num_threads),
       k_((const C *)a.k_cache), v_((const C *)a.v_cache), s_((State *)workspace + thread),
       partials_((float *)((State *)workspace + num_threads)) {
-  constexpr float LOG2E = 1.44269504f;
   float scale, soft_cap;
   memcpy(&scale, &h_.scale_bits, 4), memcpy(&soft_cap, &h_.soft_cap_bits, 4);
   tile_.head_dim = d_, tile_.block_size = size_;
@@ -245,6 +244,12 @@ void AttentionLoop<T>::finish_pass() {
 }
 
 template <class T>
+void AttentionLoop<T>::write_row(const plan::Row &row, int head, const float *o, float m, float l) const {
+  const float w = weight_of(m, l, a_.sinks ? a_.sinks + head : nullptr);
+  finish<T>((E *)a_.out + ((int64_t)row.row_id * h_.q_heads + head) * d_, o, w, d_);
+}
+
+template <class T>
 void AttentionLoop<T>::end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side) {
   const plan::Piece &piece = p_.pieces[span.piece];
   const bool first_span = span.item0 == piece.item0;
@@ -269,7 +274,7 @@ void AttentionLoop<T>::end_chunk(const plan::Span &span, int chunk, bool first_i
       fold(all, s_->m[0][at], s_->sum[at], o, m, l, d_);
     }
     if (chunk == last) {
-      finish<T>((E *)a_.out + ((int64_t)row.row_id * h_.q_heads + head) * d_, all, s_->sum[at], d_);
+      write_row(row, head, all, s_->m[0][at], s_->sum[at]);
     } else if (last_item && row.split >= 0) {
       float *to = partial(row.split + chunk - row.merge_chunk, head);
       memcpy(to, all, d_ * sizeof(float));
@@ -320,7 +325,7 @@ void AttentionLoop<T>::merge(int split, int head) {
     from = partial(row.split + c - row.merge_chunk, head);
     fold(o, m, l, from, from[d_], from[d_ + 1], d_);
   }
-  finish<T>((E *)a_.out + ((int64_t)row.row_id * h_.q_heads + head) * d_, o, l, d_);
+  write_row(row, head, o, m, l);
 }
 
 template <class T>

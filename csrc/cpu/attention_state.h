@@ -51,9 +51,18 @@ PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, flo
   m = top;
 }
 
+constexpr float LOG2E = 1.44269504f;
+
+// What a row's sums are multiplied by in the end: 1 / l, or with a sink 2^m / (2^m l + e^sink), of which nothing
+// overflows.
+PD_INLINE float weight_of(float m, float l, const float *sink) {
+  if (!sink) return l > 0 || l != l ? 1.f / l : 0.f;
+  const float s = *sink * LOG2E, top = m > s ? m : s, x = vec::exp2_one(m - top);
+  return x / (l * x + vec::exp2_one(s - top));
+}
+
 template <class T>
-PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
-  const float w = l > 0 || l != l ? 1.f / l : 0.f;
+PD_INLINE void finish(typename T::E *out, const float *o, float w, int d) {
   for (int i = 0; i < d; i += vec::W) {
     vec::F x = vec::mul(vec::load(o + i), vec::set1(w));
     if constexpr (MatrixUnit<T>::EXIST) x = vec::add(x, vec::zero());  // a -0 is +0 beside rows that see further
@@ -132,6 +141,7 @@ class AttentionLoop {
   void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
   float *partial(int record, int head) const { return partials_ + ((size_t)record * h_.q_heads + head) * (d_ + 2); }
   void merge(int split, int head);
+  void write_row(const plan::Row &row, int head, const float *o, float m, float l) const;
 
   const pd_attention_args &a_;
   const PlanSections p_;

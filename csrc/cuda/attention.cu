@@ -31,7 +31,7 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
   for (int i = block_index() * kWarps + own / kWarp; i < merges; i += num_grid_blocks() * kWarps) {
     const int of = i / parts;
     const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[of / h.q_heads]];
-    const int head = of % h.q_heads, d = i % parts * kWarp + lane;
+    const int head = of % h.q_heads, d = i % parts * kWarp + lane, row_id = row.row_id;
     await_kernels();
     const float *from = w.partials + ((int64_t)row.split * h.q_heads + head) * (dim + 2);
     float x = d < dim ? from[d] : 0.0f, m = from[dim], l = from[dim + 1];
@@ -62,7 +62,8 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
       sync_warp();
       from += (kWarp - 1) * stride;
     }
-    if (d < dim) ((E *)w.out)[((int64_t)row.row_id * h.q_heads + head) * dim + d] = from_float<E>(x * weight_of(l));
+    x = x * weight_of(w, head, m, l);
+    if (d < dim) ((E *)w.out)[((int64_t)row_id * h.q_heads + head) * dim + d] = from_float<E>(x);
   }
   await_kernels();  // who has none, too
 }
@@ -105,7 +106,6 @@ int reserve_attention(pd_context &c, const pd_attention_args &a) {
 // so it can be recorded. Blocks that find no rows end.
 int enqueue_attention(pd_context &c, const pd_attention_args &a) {
   using namespace attention;
-  constexpr float LOG2E = 1.44269504f;
   const plan::Header &h = a.plan->header();
   float scale, soft_cap;
   memcpy(&scale, &h.scale_bits, 4), memcpy(&soft_cap, &h.soft_cap_bits, 4);
@@ -114,9 +114,10 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          a.k_cache,
          a.v_cache,
          a.out,
+         a.sinks,
          (float *)c.partials.get(),
          (float *)c.totals.get(),
-         scale * LOG2E,
+         scale * kLog2E,
          0.0f,
          0.0f,
          h.kv_heads,
@@ -124,7 +125,7 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          std::countr_zero((uint32_t)h.block_size),
          0,
          0};
-  if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
+  if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * kLog2E, w.inner_scale = scale / soft_cap;
   if (put_walk(c, w, h)) return -1;
   const auto merge = of_dtype(h.dtype, [](auto e) { return merge_kernel<decltype(e)>; });
   return launch_early(c, "pd_attention", merge, kThreads, w);

@@ -63,8 +63,8 @@ PD_DEVICE void end_row(const Work &w, const Sections &p, const PackedRows &rows,
   const bool is_over = is_first_span && chunk == last && row.split < 0;
   const bool has_record = !is_over && row.split >= 0 && (!is_first_span || is_last_item);
   const int q_heads = p.header.q_heads;
-  const float by = weight_of(l);
   if (is_over) {
+    const float by = weight_of(w, head, m, l);
     E *out = (E *)w.out + ((int64_t)row.row_id * q_heads + head) * dim;
     PD_UNROLL for (int j = 0; j < kPieces; j++)
       PD_UNROLL for (int i = 0; i < 2; i++)

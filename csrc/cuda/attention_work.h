@@ -18,10 +18,13 @@ constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kTileRows = 16, kWarpTokens = TILE / kWarps;
 static_assert(kWarpTokens == 16);
 
+constexpr float kLog2E = 1.44269504f;
+
 struct Work {
   const int32_t *words;
   const void *q, *k_cache, *v_cache;
   void *out;
+  const float *sinks;                  // [q_heads] or NULL
   float *partials;                     // [num_split_partials][q_heads][head_dim + 2]: o, m, l
   float *totals;                       // what threads have folded, by block
   float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
@@ -99,7 +102,12 @@ struct Fold {
   PD_DEVICE Fold(float m, float bm) : top(m > bm ? m : bm), x(power_of_two(m - top)), y(power_of_two(bm - top)) {}
   PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
 };
-PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }
+// As cpu/attention_state.h has it.
+PD_DEVICE float weight_of(const Work &w, int head, float m, float l) {
+  if (!w.sinks) return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f;
+  const Fold fold(m, w.sinks[head] * kLog2E);
+  return quotient(fold.x, fold.of(l, 1.0f));
+}
 
 // That a kernel of a dtype and such heads has.
 inline int columns_of(int dtype, int head_dim) {

@@ -54,7 +54,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 10
+#define PD_ABI_VERSION 11
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -324,6 +324,8 @@ typedef struct {
   const void *q;               /* [rows][q_heads * head_dim] in dtype */
   const void *k_cache, *v_cache; /* of this layer */
   void *out;                   /* [rows][q_heads * head_dim] in dtype */
+  /* [q_heads], finite, or NULL: a head's sink, a logit beside those of the tokens in its softmax that has no value */
+  const float *sinks;
 } pd_attention_args;
 PD_EXPORT int pd_attention(pd_context *, const pd_attention_args *);
 

@@ -7,7 +7,7 @@ rounding: scale * (q - zero).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ LAYOUTS = {"awq": ("gemm",), "gptq": ("gptq", "gptq_v2")}
 LAYOUT_FIELDS = {"awq": ("version", "format", "checkpoint_format"), "gptq": ("checkpoint_format", "format")}
 """By what names configurations say how weights are packed: it depends on what has written them."""
 ONES = 0x11111111  # 1 in each of eight values of 4 bits
+MXFP4 = "mxfp4"
+"""Experts in 4 bits with a power of two for each 32 (OCP Microscaling, 2023), as gpt-oss is published: no family of our
+own has them, and transformers makes numbers of them."""
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -81,8 +84,9 @@ def _by_gptqmodel(config: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and name.startswith("gptqmodel") for name in names)
 
 
-def int4_config(files: ModelFiles) -> Int4Config | None:
-    """Return what a resolved model's config.json says of quantisation; None where it says nothing."""
+def int4_config(files: ModelFiles, others: Sequence[str] = ()) -> Int4Config | None:
+    """Return what a resolved model's config.json says of quantisation; None where it says nothing, or one of `others`,
+    the methods that somebody else reads."""
     if files.config is None or files.config.suffix == ".gguf":
         return None
     said = read_json_object(files.config, "the model configuration").get("quantization_config")
@@ -90,7 +94,7 @@ def int4_config(files: ModelFiles) -> Int4Config | None:
         return None
     if not isinstance(said, Mapping):
         raise InvalidArgument("quantization_config", said, "must be an object with quant_method awq or gptq")
-    return read_int4_config(said)
+    return None if said.get("quant_method") in others else read_int4_config(said)
 
 
 class Int4Source:

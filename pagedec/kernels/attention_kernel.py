@@ -24,7 +24,7 @@ from pagedec.kernels.records import KvKind
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """What a kernel takes. Trees and blocks in common are nobody's here, so they have no field."""
+    """What a kernel takes. Trees, blocks in common and sinks are nobody's here, so they have no field."""
 
     dtypes: tuple[torch.dtype, ...]
     head_dims: tuple[int, ...]
@@ -43,7 +43,9 @@ class AttentionLimits:
             return f"heads of {shape.head_dim} numbers"
         if shape.window and not self.windows:
             return f"windows, of {shape.window} tokens"
-        return f"soft caps, of {shape.soft_cap:g}" if shape.soft_cap and not self.soft_caps else None
+        if shape.soft_cap and not self.soft_caps:
+            return f"soft caps, of {shape.soft_cap:g}"
+        return "sinks" if shape.has_sinks else None
 
 
 @dataclass(frozen=True, slots=True)

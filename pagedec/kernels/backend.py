@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One kind of attention layer. A logit is scale * q.k; with soft_cap > 0, soft_cap * tanh(logit / soft_cap)."""
+    """One kind of attention layer. A logit is scale * q.k; with soft_cap > 0, soft_cap * tanh(logit / soft_cap). With
+    sinks, fp32 [num_heads] of each layer, each head's softmax has one more logit, of no value (gpt-oss, 2025)."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,6 +38,7 @@ class AttentionShape:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,7 @@ class Plan(Protocol):
     """How a step's attention is carried out, for every layer of one kind."""
 
     def update(
-        self,
-        row_indptr: np.ndarray,
-        kv_len: np.ndarray,
-        block_table: np.ndarray,
-        parents: np.ndarray | None,
+        self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
     ) -> None:
         """Plan the step's rows. int32 arrays as in `LaneForward`; not needed afterwards."""
 
@@ -187,7 +185,14 @@ class Program(Protocol):
     ) -> None: ...
 
     def attention(
-        self, rows: torch.Tensor, plan: Any, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        plan: Any,
+        q: torch.Tensor,
+        cache: CacheTensors,
+        layer: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None: ...
 
     def sum_parts(self, rows: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, add: bool) -> None:

@@ -50,10 +50,12 @@ class ReferencePlan:
     ) -> None:
         self.batch = (row_indptr, kv_len, block_table, parents)
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         assert self.batch is not None, "no step is planned"
         row_indptr, kv_len, block_table, parents = self.batch
-        return paged_attention(q, k_cache, v_cache, self.shape, row_indptr, kv_len, block_table, parents)
+        return paged_attention(q, k_cache, v_cache, self.shape, row_indptr, kv_len, block_table, parents, sinks=sinks)
 
 
 class ReferenceProgram:
@@ -201,10 +203,11 @@ class ReferenceProgram:
         cache: CacheTensors,
         layer: int,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         def run() -> None:
             n = int(rows)
-            out[:n] = plan.attend(q[:n], cache.k[layer], cache.v[layer]).flatten(1).to(out.dtype)
+            out[:n] = plan.attend(q[:n], cache.k[layer], cache.v[layer], sinks).flatten(1).to(out.dtype)
 
         self._kernels.append(run)
 

@@ -260,7 +260,14 @@ class NativeProgram:
         )
 
     def attention(
-        self, rows: torch.Tensor, plan: NativePlan, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        plan: NativePlan,
+        q: torch.Tensor,
+        cache: CacheTensors,
+        layer: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         backend = self._backend
         self._add(
@@ -271,12 +278,14 @@ class NativeProgram:
                 cache.k[layer].data_ptr(),
                 cache.v[layer].data_ptr(),
                 address(out, backend.dtype, "out"),
+                None if sinks is None else address(sinks, torch.float32, "sinks"),
             ),
             rows,
             plan,
             q,
             cache,
             out,
+            sinks,
         )
         beside = plan.beside(q, cache, layer, out)
         if beside is not None:

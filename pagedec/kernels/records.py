@@ -291,6 +291,7 @@ class AttentionArgs(Structure):
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
         ("out", c_void_p),
+        ("sinks", c_void_p),
     ]
 
 

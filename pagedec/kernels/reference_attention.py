@@ -42,9 +42,10 @@ def attend(
     shape: AttentionShape,
     compute_dtype: torch.dtype,
     scales: Sequence[torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from one row's q [num_heads, head_dim] to k and v [num_kv_heads, num_tokens, head_dim], each with scales
-    [num_kv_heads, num_tokens] where the cache holds bytes."""
+    [num_kv_heads, num_tokens] where the cache holds bytes. sinks [num_heads]: the logits of tokens without a value."""
     grouped = q.to(compute_dtype).reshape(shape.num_kv_heads, -1, shape.head_dim)
     logits = torch.matmul(grouped, k.transpose(1, 2))
     if scales is not None:
@@ -52,7 +53,10 @@ def attend(
     logits = logits * shape.scale
     if shape.soft_cap > 0:
         logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
-    probabilities = torch.softmax(logits, dim=-1)
+    if sinks is not None:
+        own = sinks.to(compute_dtype).view(shape.num_kv_heads, -1, 1)
+        logits = torch.cat([logits, own], dim=-1)
+    probabilities = torch.softmax(logits, dim=-1)[..., : k.shape[1]]
     if scales is not None:
         probabilities = probabilities * scales[1][:, None]
     return torch.matmul(probabilities, v).reshape(shape.num_heads, shape.head_dim)
@@ -69,8 +73,10 @@ def paged_attention(
     parents: Ints | None = None,
     *,
     compute_dtype: torch.dtype = torch.float32,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [num_rows, num_heads, head_dim] in compute_dtype. The batch is described as by pd_attn_batch."""
+    """Return [num_rows, num_heads, head_dim] in compute_dtype. The batch is described as by pd_attn_batch; sinks
+    [num_heads]."""
     rows = q.reshape(-1, shape.num_heads, shape.head_dim)
     out = torch.empty(rows.shape, dtype=compute_dtype)
     for branch, (first, last) in enumerate(zip(row_indptr[:-1], row_indptr[1:], strict=True)):
@@ -90,5 +96,5 @@ def paged_attention(
         for row, index in enumerate(seen, int(first)):  # copies of the same shape and alignment whatever is around them
             own = torch.from_numpy(index - start)
             seen_of = [part.index_select(0, own).transpose(0, 1).contiguous() for part in (k, v, *scales)]
-            out[row] = attend(rows[row], seen_of[0], seen_of[1], shape, compute_dtype, seen_of[2:] or None)
+            out[row] = attend(rows[row], seen_of[0], seen_of[1], shape, compute_dtype, seen_of[2:] or None, sinks)
     return out

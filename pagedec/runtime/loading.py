@@ -23,7 +23,7 @@ from pagedec.config import (
     names_draft_model,
 )
 from pagedec.errors import InvalidArgument, Shown, WeightsWarning, counted, within
-from pagedec.formats.awq_gptq import int4_config
+from pagedec.formats.awq_gptq import MXFP4, int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.resolve import ModelFiles, resolve_model
@@ -167,7 +167,7 @@ def weight_form(model: ModelConfig) -> str | None:
     if asked in (*INT8_QUANTIZATIONS, "off"):
         return None if asked == "off" else asked
     files = resolve_model(model.model, model.load_format)
-    stored = int4_config(files)
+    stored = int4_config(files, others=[MXFP4])
     method = None if stored is None else stored.method
     if asked is None:
         return method

@@ -180,23 +180,31 @@ def make_plan(context: Context, cache: Cache, batch: Batch, share: bool = True) 
     return plan
 
 
-def run_plan(context: Context, plan: AttentionPlan, cache: Cache, q: torch.Tensor) -> torch.Tensor:
+def run_plan(
+    context: Context, plan: AttentionPlan, cache: Cache, q: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Run one layer; the output starts as NaN."""
     num_rows = np.array([q.shape[0]], np.int32)
     out = torch.full_like(q, float("nan"))
     with laid_out(context, cache.k, cache.v, paired=cache.k.dim() == 5) as (k, v):
-        context.call(
-            AttentionArgs(num_rows.ctypes.data, plan.handle, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
-        )
+        places = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None if sinks is None else sinks.data_ptr()]
+        context.call(AttentionArgs(num_rows.ctypes.data, plan.handle, *places))
     return out
 
 
 def run(
-    context: Context, cache: Cache, branches: Sequence[Branch], q: torch.Tensor, *, threads: int = 2, share: bool = True
+    context: Context,
+    cache: Cache,
+    branches: Sequence[Branch],
+    q: torch.Tensor,
+    *,
+    threads: int = 2,
+    share: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what the kernel makes of these branches, [num_rows, num_heads, head_dim]."""
     context = calls.threads(context, threads)
-    return run_plan(context, make_plan(context, cache, Batch(branches), share), cache, q)
+    return run_plan(context, make_plan(context, cache, Batch(branches), share), cache, q, sinks)
 
 
 @contextmanager
@@ -211,7 +219,11 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def reference(
-    cache: Cache, branches: Sequence[Branch], q: torch.Tensor, compute_dtype: torch.dtype = torch.float64
+    cache: Cache,
+    branches: Sequence[Branch],
+    q: torch.Tensor,
+    compute_dtype: torch.dtype = torch.float64,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what attention means."""
     batch = Batch(branches)
@@ -226,6 +238,7 @@ def reference(
             batch.block_table,
             batch.parents,
             compute_dtype=compute_dtype,
+            sinks=sinks,
         )
 
 

@@ -157,6 +157,7 @@ def test_layers_that_it_does_not_take_are_ours(stand_ins: list[tuple[str, int]])
         (windowed, "windows, of 100 tokens"),
         (replace(SHAPE, soft_cap=30.0), "soft caps, of 30"),
         (replace(SHAPE, head_dim=80), "heads of 80 numbers"),
+        (replace(SHAPE, has_sinks=True), "sinks"),
     ):
         told = f"attention_backend is 'xformers': must take {lack}, as the model's layers have them"
         with pytest.raises(InvalidArgument, match=f"^{told}$"):

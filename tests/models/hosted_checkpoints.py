@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_bigcode": {"n_positions": 256},
     "olmoe": EXPERTS,
     "mixtral": EXPERTS,
+    "gpt_oss": {**WINDOWED, **EXPERTS, "head_dim": 16},
 }  # fmt: skip
 
 

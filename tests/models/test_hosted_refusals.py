@@ -14,7 +14,7 @@ from pagedec import LLM
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.models.hf.attention import ProbeMask, Refused
 from pagedec.models.hf.hosted_architecture import hosted_architecture
-from pagedec.models.hf.probe import LayerAttention, _in_order, _window_of, check_rows
+from pagedec.models.hf.probe import LayerAttention, _in_order, _sinks_of, _window_of, check_rows
 from tests.models.hosted_checkpoints import SHAPE, tiny_config
 
 REFUSED = {
@@ -29,7 +29,6 @@ REFUSED = {
     ("recurrent_gemma", "RecurrentGemmaForCausalLM"): "it has layers of the kind linear_attention",
     ("lfm3", "Lfm3ForCausalLM"): "it has layers of the kind conv",
     ("llama4_text", "Llama4ForCausalLM"): "it has layers of the kind chunked_attention",
-    ("gpt_oss", "GptOssForCausalLM"): r"layer 0 has attention with sinks \(s_aux\)",
     ("gemma4_text", "Gemma4ForCausalLM"): "layer 5 has heads of 512; must be a multiple of 16, at most 256",
     ("diffllama", "DiffLlamaForCausalLM"): "layer 0 calls attention more than once",
     ("gemma3", "Gemma3ForConditionalGeneration"): "its configuration is made of several",
@@ -125,6 +124,20 @@ def test_every_layer_must_call_attention_once() -> None:
     ):
         with pytest.raises(Refused, match=reason):
             _in_order(calls(*layers), 3)
+
+
+def test_sinks_must_be_a_parameter() -> None:
+    """Numbers that a forward makes would have to be taken from each."""
+    sinks = torch.nn.Parameter(torch.zeros(4))
+
+    def name_of(given: Any, num_heads: int = 4) -> str:
+        call: Any = SimpleNamespace(sinks=given, query=torch.empty(1, num_heads, 3, 16))
+        return _sinks_of(7, call, {id(sinks): "layers.7.sinks"})
+
+    assert name_of(None) == "" and name_of(sinks) == "layers.7.sinks"
+    for given, num_heads in ((sinks * 1, 4), (sinks, 8)):
+        with pytest.raises(Refused, match=f"layer 7 has sinks .s_aux. that are not a parameter of {num_heads} numbers"):
+            name_of(given, num_heads)
 
 
 def causal(_b: Any, _h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class AttentionCall:
     scaling: object
     window: object
     soft_cap: object
+    sinks: object
     others: Mapping[str, object]
 
     @property
@@ -98,12 +99,13 @@ def _attention(
     scaling: object = None,
     sliding_window: object = None,
     softcap: object = None,
+    s_aux: object = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     answers = _answering.get(None)
     if answers is None:
         raise InvariantError("a hosted model ran outside of a step")
-    call = AttentionCall(module, query, key, value, attention_mask, scaling, sliding_window, softcap, others)
+    call = AttentionCall(module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, others)
     return answers.attend(call), None
 
 

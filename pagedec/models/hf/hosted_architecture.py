@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
+from pagedec.formats.awq_gptq import MXFP4
 from pagedec.formats.values import layer_count
 from pagedec.models.architecture import Architecture
 from pagedec.models.hf.attention import PROBE, Refused, register
@@ -178,8 +179,9 @@ def _check_config(hf: Any, text: Any) -> None:
         raise Refused("its configuration is made of several, as those of models that take more than text are")
     if getattr(text, "kv_lora_rank", None):
         raise Refused("it has latent attention (kv_lora_rank): its cache is not made of keys and values")
-    if getattr(hf, "quantization_config", None):
-        raise Refused("its weights are quantised (quantization_config)")
+    method = quantization_method(hf)
+    if method is not None and method != MXFP4:
+        raise Refused(f"its weights are quantised by {method} (quantization_config); read is {MXFP4}")
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise Refused(f"it has layers of the kind {kind}; supported are {', '.join(LAYER_TYPES)}")
@@ -190,6 +192,14 @@ def _check_config(hf: Any, text: Any) -> None:
     if not isinstance(num_layers, int):
         raise Refused("its configuration does not say how many layers it has")
     layer_count("num_hidden_layers", num_layers)
+
+
+def quantization_method(hf: Any) -> str | None:
+    """What a configuration says of weights that are no numbers of a dtype; None: they are."""
+    said = getattr(hf, "quantization_config", None)
+    if not said:
+        return None
+    return str(said.get("quant_method") if isinstance(said, Mapping) else getattr(said, "quant_method", said))
 
 
 def _check_class(model_class: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument, InvariantError, ModelFileError
+from pagedec.formats.awq_gptq import MXFP4
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.source import WeightSource, is_buffer, listed
@@ -23,7 +24,13 @@ from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan,
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.hf.attention import RUN, AttentionCall, Refused, answering, register
-from pagedec.models.hf.hosted_architecture import MAKING, HostedArchitecture, check_length, first_line
+from pagedec.models.hf.hosted_architecture import (
+    MAKING,
+    HostedArchitecture,
+    check_length,
+    first_line,
+    quantization_method,
+)
 from pagedec.models.hf.probe import check_rows
 from pagedec.models.model import Programs
 
@@ -69,13 +76,29 @@ class _ReadOut:
         return output
 
 
+class _Sinks:
+    """A layer's: the parameter that the modeling code gives with each call, and its numbers fp32 [num_heads]; None."""
+
+    def __init__(self, model: Any, layer: int, name: str) -> None:
+        self.parameter = model.get_parameter(name) if name else None
+        self.numbers = None if self.parameter is None else self.parameter.detach().float()
+        if self.numbers is not None and not bool(self.numbers.isfinite().all()):
+            raise Refused(f"layer {layer} has sinks that are not finite")
+
+
 class _PagedAttention:
     """Answers a forward's attention calls from the cache: one recorded program for each layer."""
 
     def __init__(
-        self, arch: HostedArchitecture, backend: Backend, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]
+        self,
+        arch: HostedArchitecture,
+        backend: Backend,
+        b: StepBuffers,
+        cache: CacheTensors,
+        plans: Sequence[Plan],
+        sinks: Sequence[_Sinks],
     ) -> None:
-        self.arch, self.buffers = arch, b
+        self.arch, self.buffers, self._sinks = arch, b, sinks
         heads = arch.num_attention_heads + 2 * arch.num_kv_heads
         self._qkv = b.qkv.view(-1, heads, arch.head_dim)
         self._attended = b.attended.view(-1, arch.num_attention_heads, arch.head_dim)
@@ -83,13 +106,14 @@ class _PagedAttention:
         for layer, plan in enumerate(plans):
             program = backend.program()
             program.rope_kv_write(b.num_rows, b.qkv, b.q, cache, layer, b.positions, b.slots, NO_ROTATION)
-            program.attention(b.num_rows, plan, b.q, cache, layer, b.attended)
+            program.attention(b.num_rows, plan, b.q, cache, layer, b.attended, sinks[layer].numbers)
             program.finish()
             self._programs.append(program)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, n = call.module.layer_idx, call.query.shape[2]
-        if call.given != self.arch.layers[layer].given or call.mask is not None or n != int(self.buffers.num_rows):
+        is_other = call.given != self.arch.layers[layer].given or call.sinks is not self._sinks[layer].parameter
+        if is_other or call.mask is not None or n != int(self.buffers.num_rows):
             raise InvariantError(f"layer {layer} attends in another way than when the model was looked at")
         q_end, k_end = self.arch.num_attention_heads, self.arch.num_attention_heads + self.arch.num_kv_heads
         for part, (begin, end) in (
@@ -156,6 +180,7 @@ class HostedModel:
         )
         self.model, self._read_out = model, _ReadOut(model, arch.trunk)
         try:
+            self._sinks = [_Sinks(model, layer, kind.sinks) for layer, kind in enumerate(arch.layers)]
             check_rows(self._read_out.run, arch.layers, arch.vocab_size, max_position, EXACT[backend.dtype])
         except Refused as error:
             raise InvalidArgument(
@@ -173,6 +198,7 @@ class HostedModel:
                 kind.scale,
                 0 if kind.window >= self.max_position else kind.window,
                 kind.soft_cap,
+                bool(kind.sinks),
             )
             for kind in arch.layers
         ]
@@ -189,7 +215,7 @@ class HostedModel:
         """Return the forward over these tensors; the plans are of `attention_shapes`, in its order."""
         kinds = self.attention_shapes(cache.block_size)
         of_layers = [plans[kinds.index(shape)] for shape in self._layer_shapes(cache.block_size)]
-        attention = _PagedAttention(self._hosted, self.backend, b, cache, of_layers)
+        attention = _PagedAttention(self._hosted, self.backend, b, cache, of_layers, self._sinks)
         forward = _Forward(self._read_out, attention, cache)
         return Programs(_Piece(forward.body), _Piece(forward.head), _Piece(forward.whole))
 
@@ -228,6 +254,11 @@ def _random(arch: HostedArchitecture, backend: Backend, seed: int) -> Any:
 def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -> Any:
     assert files.weights is not None
     stored = open_directory(files.weights)  # what is damaged is found by our reader, which names it
+    quantization = {}
+    if quantization_method(arch.config) == MXFP4:
+        from transformers import Mxfp4Config
+
+        quantization["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         with MAKING:
             model, info = _model_class(arch).from_pretrained(
@@ -240,6 +271,7 @@ def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **quantization,
             )
     except Exception as error:  # the loader raises errors of three libraries
         raise ModelFileError(files.weights, f"transformers cannot load the weights: {first_line(error)}") from error

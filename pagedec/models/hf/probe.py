@@ -10,7 +10,7 @@ all found by that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 
 NAMED_INPUTS: Mapping[str, str] = {
-    "s_aux": "sinks (s_aux)",
     "position_bias": "a bias by position (position_bias)",
     "alibi": "a bias by position (alibi)",
     "head_mask": "a mask of heads (head_mask)",
@@ -47,7 +46,8 @@ WITHOUT_EFFECT = {
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer asks of attention. `window` 0: none; `given`: scaling, window and soft cap as they are passed."""
+    """What one layer asks of attention. `window` 0: none; `given`: scaling, window and soft cap as they are passed;
+    `sinks`: the name of the parameter that has them, one a head, or ""."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,6 +56,7 @@ class LayerAttention:
     window: int
     soft_cap: float
     given: tuple[object, object, object]
+    sinks: str = ""
 
 
 class _Recorder:
@@ -111,7 +112,11 @@ def probe_attention(model: Any, num_layers: int, max_position: int) -> Looks:
     for call in layers:
         if isinstance(call.mask, ProbeMask) and id(call.mask) not in windows:
             windows[id(call.mask)] = _window_of(call.mask, num_positions)
-    kinds = tuple(_checked(i, call, windows.get(id(call.mask)), num_positions) for i, call in enumerate(layers))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = tuple(
+        replace(_checked(i, call, windows.get(id(call.mask)), num_positions), sinks=_sinks_of(i, call, names))
+        for i, call in enumerate(layers)
+    )
     shapes = {(kind.num_heads, kind.num_kv_heads, kind.head_dim) for kind in kinds}
     if len(shapes) > 1:
         raise Refused(f"its layers differ in their heads: (heads, KV heads, head size) are {sorted(shapes)}")
@@ -191,6 +196,16 @@ def _checked(layer: int, call: AttentionCall, window: int | None, num_positions:
             raise Refused(f"{where} has a {what} that is not a number")
     numbers = float(scale), window, float(soft_cap)  # type: ignore[arg-type]
     return LayerAttention(num_heads, num_kv_heads, head_dim, *numbers, call.given)
+
+
+def _sinks_of(layer: int, call: AttentionCall, names: Mapping[int, str]) -> str:
+    """The parameter that a layer's sinks are."""
+    if call.sinks is None:
+        return ""
+    name, num_heads = names.get(id(call.sinks), ""), call.query.shape[1]
+    if not name or tuple(call.sinks.shape) != (num_heads,):  # type: ignore[attr-defined]
+        raise Refused(f"layer {layer} has sinks (s_aux) that are not a parameter of {num_heads} numbers, one a head")
+    return name
 
 
 def _heads(where: str, call: AttentionCall) -> tuple[int, int, int]:
