@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.kernels.fallback import ReferenceBackend
 from tests.models.hosted_checkpoints import LENGTH, VOCAB, tiny_config, tiny_model
-from tests.models.test_hosted import load_hosted, relative_error
+from tests.models.test_hosted import BACKEND, load_hosted, make_backend, relative_error
 from tests.support import all_logits
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -49,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int
 
 def test_codes_become_their_numbers(checkpoint: tuple[Path, list[int], torch.Tensor]) -> None:
     path, tokens, want = checkpoint
-    model = load_hosted(path, ReferenceBackend(torch.float32))
+    model = load_hosted(path, make_backend(BACKEND))
     assert relative_error(all_logits(model, tokens, chunk=23), want) < 1e-5
 
 
@@ -72,7 +71,7 @@ def test_what_cannot_be_read_is_named(checkpoint: tuple[Path, list[int], torch.T
     for lacking in (f"{name}_scales", f"{name}_blocks"):
         save_file({own: value for own, value in stored.items() if own != lacking}, tmp_path / WEIGHTS)
         with pytest.raises(ModelFileError, match=name.replace(".", r"\.") + "|cannot load the weights"):
-            load_hosted(tmp_path, ReferenceBackend(torch.float32))
+            load_hosted(tmp_path, make_backend(BACKEND))
 
 
 def test_a_family_of_our_own_has_none(tmp_path: Path) -> None:
