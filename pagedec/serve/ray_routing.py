@@ -25,6 +25,8 @@ T = TypeVar("T")
 LOG = logging.getLogger("pagedec.serve")
 LATEST = 2.0
 """Seconds that a report is on its way, at most: clocks of machines may differ by more."""
+SILENT_SECONDS = 10.0
+"""Without a report, after which a replica is passed over as one that is not ready is: they report each second."""
 ASK_SECONDS = 0.1
 """From one question to a full replica whether it has room to the next, of all calls that wait for it."""
 MOST_ENDED = 64
@@ -43,6 +45,7 @@ class PrefixRouter(RequestRouter):
         """`given`: fields of `RoutingConfig`."""
         self._router = Router(RoutingConfig(**given))
         self._heard: dict[str, float] = {}  # when replicas said what was heard last, by their clocks
+        self._heard_at: dict[str, float] = {}  # and when that was heard, by ours
         self._garbled: set[str] = set()  # replicas of which something could not be read
         self._sent: dict[str, tuple[str | None, Asked]] = {}  # requests that are being placed, and where they count
         self._bound: set[str] = set()  # of these, those that wait for the one replica that has their session
@@ -60,13 +63,14 @@ class PrefixRouter(RequestRouter):
         for name, one in names.items():
             if name not in router.replicas:
                 router.add(name, self._read(name, functools.partial(size_of, one.replica_metadata)))
+                self._heard_at[name] = time.monotonic()
             self._read(name, functools.partial(self._hear, name, one.routing_stats))
 
     def _hear(self, name: str, told: Mapping[str, Any]) -> None:
         if told and self._heard.get(name) != told["at"]:  # Serve says again what one replica has said for all
             load, age = load_of(told), age_of(told, time.time())
-            self._heard[name] = told["at"]
-            self._router.report(name, load, time.monotonic() - age)
+            self._heard[name], self._heard_at[name] = told["at"], time.monotonic()
+            self._router.report(name, load, self._heard_at[name] - age)
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
         """What a replica has told, perhaps in another version's words; None: it cannot be read. To raise it would end
@@ -113,7 +117,7 @@ class PrefixRouter(RequestRouter):
                 if chosen not in named:
                     return [candidate_replicas]
                 return [[named[chosen]]] if is_first else self._awaited(request_id, named[chosen], now)
-        ready = [name for name, one in named.items() if one.routing_stats.get("is_ready", True)]
+        ready = [name for name, one in named.items() if self._answers(name, one, now)]
         with_room = {name_of(one.replica_id) for one in self.select_available_replicas(candidate_replicas)}
         among = [name for name in ready if name in with_room] or ready or list(named)
         among = [name for name in among if name in self._router.replicas]
@@ -156,8 +160,13 @@ class PrefixRouter(RequestRouter):
             queue.clear()
             queue.extend(left)
 
+    def _answers(self, name: str, one: Any, now: float) -> bool:
+        """It says that it is ready, and has said so lately: what hangs says nothing, and takes whatever it is given."""
+        return bool(one.routing_stats.get("is_ready", True)) and now - self._heard_at.get(name, now) <= SILENT_SECONDS
+
     def _forget(self, name: str) -> None:
         self._heard.pop(name, None)
+        self._heard_at.pop(name, None)
         self._asked_at.pop(name, None)
 
     def _asked(self, request_id: str, pending_request: Any) -> Asked:

@@ -21,7 +21,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from pagedec.engine.census import Census
 from pagedec.errors import DeviceError
 from pagedec.serve.lifecycle import State
-from pagedec.serve.ray_routing import PrefixRouter, ReplicaGone, name_of
+from pagedec.serve.ray_routing import SILENT_SECONDS, PrefixRouter, ReplicaGone, name_of
 from pagedec.serve.ray_serve import LOST_SECONDS, Replica
 from pagedec.serve.watching import CensusTaker
 from pagedec.v1 import generation_service_pb2 as pb
@@ -69,7 +69,7 @@ def routed(test: Callable[[PrefixRouter], Coroutine[Any, Any, None]]) -> None:
 def set_clocks(monkeypatch: pytest.MonkeyPatch, **clocks: Callable[[], float]) -> None:
     """Where Serve has run in this process, the router's methods have other globals than their module: cloudpickle has
     put its copies into the class."""
-    for method in (PrefixRouter._hear, PrefixRouter.choose_replicas):
+    for method in (PrefixRouter._hear, PrefixRouter.choose_replicas, PrefixRouter.update_replicas):
         monkeypatch.setitem(method.__globals__, "time", SimpleNamespace(**clocks))
 
 
@@ -168,6 +168,26 @@ def test_a_clock_that_is_put_back_holds_up_no_report(monkeypatch: pytest.MonkeyP
         wall[0], steady[0] = 1400.0, 101.0
         router.update_replicas([Known("a", at=1399.9, num_running=7)])
         assert router._router.load("a") == 7
+
+    routed(test)
+
+
+def test_who_has_reported_nothing_for_long_gets_sessions_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs takes whatever it is given. Where nobody reports, as without Serve's controller, that says nothing."""
+    clock = [1000.0]
+    set_clocks(monkeypatch, time=lambda: clock[0], monotonic=lambda: clock[0])
+    fork = session_service_pb2.ForkRequest(session_id="a.x")
+
+    async def test(router: PrefixRouter) -> None:
+        router.update_replicas([Known("a", at=999.9), Known("b", at=999.9)])
+        assert {await first(router, asking([i] * 4, i)) for i in range(8)} == {"a", "b"}
+        clock[0] += SILENT_SECONDS + 1
+        router.update_replicas([Known("a", at=999.9), Known("b", at=clock[0])])
+        assert {await first(router, asking([i] * 4, i)) for i in range(8, 16)} == {"b"}
+        assert await first(router, Pending("Fork", fork, 16)) == "a"
+        router.update_replicas([Known("a", at=clock[0]), Known("b", at=clock[0])])
+        clock[0] += SILENT_SECONDS + 1
+        assert {await first(router, asking([i] * 4, i)) for i in range(17, 33)} == {"a", "b"}
 
     routed(test)
 
