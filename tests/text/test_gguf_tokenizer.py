@@ -213,6 +213,21 @@ def test_special_and_user_defined_tokens() -> None:
     assert made.decode([1, user, 2], skip_special_tokens=False) == "<|end|><user defined><|turn|>"
 
 
+@pytest.mark.parametrize(("names", "fields", "ends"), [
+    (("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"), {"eos_token_id": 2, "eot_token_id": None}, (2, 1)),
+    (("<|eom_id|>", "<|end_of_text|>", "<|eot_id|>"), {"eos_token_id": 2, "eot_token_id": None}, (2, 0, 1)),
+    (("<|eom_id|>", "<|x|>", "<|eot_id|>"), {"eos_token_id": 2, "eot_token_id": None, "eom_token_id": 1}, (2, 1)),
+    (("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos_token_id": 2, "eot_token_id": None}, (2, 0)),
+    (("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    {"eos_token_id": 2, "eot_token_id": None, "bos_token_id": None, "padding_token_id": 0}, (2, 0)),
+    (("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos_token_id": 2, "bos_token_id": 1}, (2,)),
+])  # fmt: skip
+def test_what_ends_a_text(names: tuple[str, ...], fields: dict[str, Any], ends: tuple[int, ...]) -> None:
+    """A file has one eos; the models' own configurations also have what ends a document. Texts went on behind that."""
+    tokens = [*names, *small()["tokenizer.ggml.tokens"][3:]]
+    assert tokenizer_from_gguf(small(tokens=tokens, **fields), HERE).eos_token_ids == ends
+
+
 @pytest.mark.parametrize(
     ("pre", "count"), [("llama-bpe", 1), ("glm4", 1), ("chatglm-bpe", 1), ("dbrx", 5), ("gpt-2", 5)]
 )

@@ -16,6 +16,8 @@ WORD_START = "\u2581"  # sentencepiece writes a space as this lower block
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types
 # Ends of a turn by the names that models give them, for files that do not say eot_token_id
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+MESSAGE_END, TEXT_END = "<|eom_id|>", "<|end_of_text|>"  # of Llama 3, whose eos is a turn's end
+QWEN_TEXT_END = "<|endoftext|>"  # its files name it as what begins and fills, their eos is a turn's end, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,22 @@ class GgufVocabulary:
     def end_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a text: end of sequence, of turn, of message.
 
-        Many converters leave the end of turn out, so the control token with a usual name for it counts too.
+        Files have one eos where generation_config.json has a list, and many converters leave the others out, so control
+        tokens with a usual name for these count too.
         """
         ids = [self.special_id(kind) for kind in ("eos", "eot", "eom")]
         if ids[1] is None:
-            named = (self.ids.get(name) for name in TURN_ENDS)
-            ids[1] = next((i for i in named if i is not None and self.types[i] in (CONTROL, USER_DEFINED)), None)
+            ids[1] = self._named(*TURN_ENDS)
+        if ids[2] is None:
+            ids[2] = self._named(MESSAGE_END)
+        text_end = self._named(QWEN_TEXT_END)
+        ids += [self._named(TEXT_END), text_end if text_end in (self.special_id("bos"), self.padding_id()) else None]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    def _named(self, *names: str) -> int | None:
+        """Return the first of these that is a token of its own."""
+        found = (self.ids.get(name) for name in names)
+        return next((i for i in found if i is not None and self.types[i] in (CONTROL, USER_DEFINED)), None)
 
 
 def read_list(fields: Mapping[str, Any], key: str, kind: type, path: Path) -> list[Any]:
