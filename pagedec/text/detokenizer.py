@@ -28,13 +28,14 @@ class Detokenizer:
         if self._at_start and data:
             data = data.removeprefix(b" ")
             self._at_start = False
-        return self._decode(data, final=False)
+        return self.decode(data, final=False)
 
     def finish(self) -> str:
         """Return what an unfinished last character leaves: U+FFFD, or nothing."""
-        return self._decode(b"", final=True)
+        return self.decode(b"", final=True)
 
-    def _decode(self, data: bytes, final: bool) -> str:
+    def decode(self, data: bytes, final: bool) -> str:
+        """Return the text that bytes of tokens complete. `final`: none follow."""
         data = self._pending + data
         text, num_used = codecs.utf_8_decode(data, "replace", final)
         self._pending = data[num_used:]

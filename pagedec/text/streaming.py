@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Collection, Iterable, Sequence
 
 from pagedec.core.stop_strings import StopStrings
 from pagedec.text.byte_table import ByteTable
+from pagedec.text.detokenizer import Detokenizer
 
 
 class TextStream:
@@ -20,17 +20,16 @@ class TextStream:
     """
 
     __slots__ = (
-        "_begun",
         "_end",
         "_ends",
         "_held",
         "_include",
         "_left",
-        "_pending",
         "_special",
         "_state",
         "_stop",
         "_table",
+        "_text",
         "stop_string",
     )
 
@@ -42,7 +41,6 @@ class TextStream:
         min_tokens: int = 0,
         include_stop_string: bool = False,
         skip_special_tokens: bool = True,
-        keep_leading_space: bool = True,
         ends: Collection[int] = (),
     ) -> None:
         self._table, self._include, self._left = table, include_stop_string, min_tokens
@@ -52,9 +50,7 @@ class TextStream:
         self._state = StopStrings.start
         self._held = b""
         """Bytes that may begin a stop string: those of `_state`."""
-        self._pending = b""
-        """The bytes of an unfinished character."""
-        self._begun = keep_leading_space or not table.drops_leading_space
+        self._text = Detokenizer(table, skip_special_tokens, keep_leading_space=True)
         self.stop_string: str | None = None
         """The stop string that has ended the text; what is pushed behind it is ignored."""
 
@@ -66,7 +62,7 @@ class TextStream:
             token_ids = known[: len(known) - len(self._end)]
         pieces = (b"" if token_id in self._special else self._table.token_bytes(token_id) for token_id in token_ids)
         if self._stop is None:
-            return self._decode(b"".join(pieces), final=False)
+            return self._text.decode(b"".join(pieces), final=False)
         return "".join(self._stopped(piece, self._stop) for piece in pieces if self.stop_string is None)
 
     def finish(self, token_ids: Iterable[int] = ()) -> str:
@@ -76,7 +72,7 @@ class TextStream:
             return ""
         data = b"".join(self._table.token_bytes(token_id) for token_id in token_ids if token_id not in self._special)
         held, self._held = self._held, b""
-        return self._decode(held + data, final=True)
+        return self._text.decode(held + data, final=True)
 
     def _stopped(self, data: bytes, stop: StopStrings) -> str:
         """The text of one token, as far as no stop string may begin there."""
@@ -86,16 +82,7 @@ class TextStream:
         if match is not None and counts:
             self.stop_string = stop.strings[match[0]]
             end = len(self._held) + match[1]
-            return self._decode(data[: end if self._include else end - len(self.stop_string.encode())], final=True)
+            return self._text.decode(data[: end if self._include else end - len(self.stop_string.encode())], final=True)
         sure = len(data) - stop.held(self._state)
         self._held = data[sure:]
-        return self._decode(data[:sure], final=False)
-
-    def _decode(self, data: bytes, final: bool) -> str:
-        if not self._begun and data:  # the space that these vocabularies put before the first word
-            data = data.removeprefix(b" ")
-            self._begun = True
-        data = self._pending + data
-        text, num_used = codecs.utf_8_decode(data, "replace", final)
-        self._pending = data[num_used:]
-        return text
+        return self._text.decode(data[:sure], final=False)

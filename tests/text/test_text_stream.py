@@ -172,7 +172,8 @@ def test_halves_of_characters_wait() -> None:
 
 
 def test_the_first_words_space() -> None:
+    """It stays, other than in a text of its own: an answer goes on with what stands before it."""
     table = ByteTable([b" the", b" cat"], frozenset(), drops_leading_space=True)
     assert TextStream(table).push([0, 1]) == " the cat"
-    fresh = TextStream(table, [" c"], keep_leading_space=False)
-    assert [fresh.push([0]), fresh.push([1])] == ["the", ""]
+    stopped = TextStream(table, [" c"])
+    assert [stopped.push([0]), stopped.push([1])] == [" the", ""]
