@@ -60,7 +60,7 @@ class Planner:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
         self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
-        extra = None if step_time is None else extra_rows(started, step_time, limits.max_num_batched_tokens)
+        extra = None if step_time is None else extra_rows(started, step_time, limits.max_num_batched_tokens, step)
         self._rows = Rows(limits, self._builders, self._plan, extra)
         self._room, self._parking = Room(requests, step, self._asked, only, parking, is_ahead), parking
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)

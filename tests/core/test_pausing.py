@@ -10,10 +10,12 @@ import pytest
 from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.pausing import LEAST
 from pagedec.core.plan import StepPlan
+from pagedec.core.protocol import Child, Verdict
 from pagedec.core.request import Request
 from pagedec.core.stopping import Stopping
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import BeamParams
+from tests.algorithms.interactive import InteractiveParams, SessionState
 from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.ngram import NGramParams
 from tests.algorithms.speculative import SpeculativeParams
@@ -68,6 +70,20 @@ def test_where_nobody_writes_it_has_all() -> None:
     steps = Steps(50)
     steps.add("long", 330)
     assert [steps.step()["long"] for _ in range(3)] == [200, 130, 1]
+
+
+def test_branches_that_wait_take_nothing_of_it() -> None:
+    """Those of a search whose decoder asks for one of them."""
+    steps = Steps(50)
+    tree = steps.add("tree", 7, params=InteractiveParams(seed=1))
+    steps.make()
+    states = [SessionState(f"s{i}", i, remaining=2 if i else 50) for i in range(20)]
+    steps.engine.scheduler.edit("tree", Verdict(tuple(Child(tree.branches[0], state=state) for state in states)))
+    while len(tree.queries) != 1:
+        steps.step()
+    assert len(tree.branches) == 20
+    steps.add("long", 100)
+    assert [steps.step() for _ in range(2)] == [{"tree": 1, "long": 49}] * 2
 
 
 def test_prompts_share_what_is_left_by_age_and_writers_behind_them_write() -> None:
