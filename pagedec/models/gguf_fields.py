@@ -12,8 +12,9 @@ from pagedec.formats.values import positive_int
 from pagedec.models.rope_scaling import RopeScaling, longrope_attention, yarn_attention
 
 
-def gguf_base_fields(fields: GgufFields) -> dict[str, Any]:
-    """Return the fields of an Architecture that all families with rotary positions write alike."""
+def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False) -> dict[str, Any]:
+    """Return the fields of an Architecture that all families with rotary positions write alike. `rotates_parts`: less
+    than a whole head may turn; in other families llama.cpp refuses such, too."""
     name, names, get = fields.name, fields.tensor_names, fields.get
     hidden, heads, context = get("embedding_length"), get("attention.head_count"), get("context_length")
     given = (("embedding_length", hidden), ("attention.head_count", heads), ("context_length", context))
@@ -25,6 +26,9 @@ def gguf_base_fields(fields: GgufFields) -> dict[str, Any]:
     if get("attention.value_length", head_dim) != head_dim:
         limit = f"must equal the key length, which is {head_dim}"
         raise InvalidArgument(f"{name}.attention.value_length", get("attention.value_length"), limit)
+    if not rotates_parts and get("rope.dimension_count", head_dim) != head_dim:
+        limit = f"must be the whole of a head, which is {head_dim}"
+        raise InvalidArgument(f"{name}.rope.dimension_count", get("rope.dimension_count"), limit)
     _check_layers(fields)
     scaling = _rope_scaling(fields)
     return fields.token_ids() | {

@@ -43,6 +43,8 @@ def test_a_factor_stretches_also_where_no_type_is_said(fields: dict[str, Any], f
     ("llama", {"rope.scaling.attn_factor": 1.2}, "llama.rope.scaling.attn_factor is 1.2: must be 1 with"),
     ("llama", {"rope.scaling.factor": -1.0}, "llama.rope.scaling.factor is -1.0: must be a finite number"),
     ("llama", {"attention.causal": False}, "llama.attention.causal is False: must be true"),
+    ("llama", {"rope.dimension_count": 4}, "llama.rope.dimension_count is 4: must be the whole of a head, which is 8"),
+    ("qwen3", {"rope.dimension_count": 0}, "qwen3.rope.dimension_count is 0: must be the whole of a head"),
     ("glm4", {"rope.dimension_sections": [4, 4, 8, 0]}, r"glm4.rope.dimension_sections is \[4, 4, 8, 0\]: is not supp"),
     ("glm4", {"rope.dimension_sections": 4}, "glm4.rope.dimension_sections is 4: is not supported"),
     ("glm4", {"nextn_predict_layers": 1}, "glm4.nextn_predict_layers is 1: is not supported: block_count includes"),
@@ -62,6 +64,8 @@ def test_yarn_on_top_of_divisors_is_refused() -> None:
 def test_what_changes_nothing_is_not_refused() -> None:
     neutral = {"rope.dimension_sections": [0, 0, 0, 0], "nextn_predict_layers": 0, "attention.causal": True}
     assert read("glm4", neutral) == read("glm4", {})
+    assert read("llama", {"rope.dimension_count": 8}) == read("llama", {})
+    assert read("phi3", {"rope.dimension_count": 4}).rotary_dim == 4
 
 
 def test_the_first_files_of_gemma_2_have_its_caps_and_its_window() -> None:

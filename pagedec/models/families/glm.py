@@ -27,7 +27,7 @@ def read(config: Mapping[str, Any], name: str = "glm", names: LayerNames = NAMES
 
 
 def read_gguf(fields: GgufFields, name: str = "glm", names: LayerNames = NAMES) -> Architecture:
-    return Architecture(name, **gguf_base_fields(fields), rope_interleaved=True, names=names)
+    return Architecture(name, **gguf_base_fields(fields, rotates_parts=True), rope_interleaved=True, names=names)
 
 
 FAMILY = Family("glm", ("GlmForCausalLM",), ("glm",), read, Transformer, ("chatglm",), read_gguf)

@@ -32,7 +32,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    return Architecture("phi3", **gguf_base_fields(fields), names=NAMES)
+    return Architecture("phi3", **gguf_base_fields(fields, rotates_parts=True), names=NAMES)
 
 
 FAMILY = Family("phi3", ("Phi3ForCausalLM",), ("phi3",), read, Transformer, ("phi3",), read_gguf)
