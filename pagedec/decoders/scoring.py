@@ -115,10 +115,13 @@ class GivenText(Decoder):
 
 def followed(continuations: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, ...]]:
     """The nodes of the trie at which tokens have to be asked for, and those tokens: at the root, where continuations
-    part, and before the last token of each."""
+    part, and before the last token of each that no other one begins with."""
     found: dict[tuple[int, ...], dict[int, None]] = {(): {}}
     last: tuple[int, ...] = ()
-    for tokens in sorted({tokens for tokens in continuations if tokens}):
+    ordered = sorted({tokens for tokens in continuations if tokens})
+    for tokens, longer in zip(ordered, (*ordered[1:], ()), strict=False):
+        if longer[: len(tokens)] == tokens:  # on the way to that one it is reported
+            continue
         found[()][tokens[0]] = None
         found.setdefault(tokens[:-1], {})[tokens[-1]] = None
         same = next((i for i, pair in enumerate(zip(last, tokens, strict=False)) if pair[0] != pair[1]), len(last))

@@ -147,7 +147,7 @@ def test_continuations_that_begin_alike_do_not_wait_for_one_another(tiny: Tiny) 
         session.score([[4]])
         stats, choices = llm.engine.stats, [[7, 8, first, first, last] for first in range(10, 20) for last in (4, 5)]
         steps, rows = stats.num_steps, stats.num_rows
-        session.score(choices)
+        session.score([*choices, [7], [7, 8], [7, 8, 12, 12]])  # those come with the others
         # the root, [7, 8], and what follows in one
         assert (stats.num_steps - steps, stats.num_rows - rows) == (3, 1 + 2 + 10 * 2)
 
