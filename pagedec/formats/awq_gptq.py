@@ -63,6 +63,9 @@ def read_int4_config(config: Mapping[str, Any]) -> Int4Config:
         raise refuse("group_size", group, "must be -1 or a multiple of 32")
     if config.get("rotation") is not None:
         raise refuse("rotation", config["rotation"], "is not supported: inputs would have to be rotated, too")
+    own = _of_one_layer(config.get("dynamic"), group)
+    if own is not None:
+        raise refuse(*own)
     if method == "awq" and config.get("backend") == "llm-awq":  # by which transformers knows a packing
         raise refuse("backend", config["backend"], "is not supported: its packing is another")
     said = {field: config[field] for field in LAYOUT_FIELDS[method] if config.get(field) is not None}
@@ -74,6 +77,16 @@ def read_int4_config(config: Mapping[str, Any]) -> Int4Config:
         raise refuse("format", config["format"], f"must be checkpoint_format, which is {config['checkpoint_format']}")
     is_first = method == "gptq" and layouts != {"gptq_v2"}
     return Int4Config(method, group, int(is_first), is_first and _by_gptqmodel(config))
+
+
+def _of_one_layer(rules: object, group: int) -> tuple[str, object, str] | None:
+    """What GPTQModel's rules for single layers say that all must have in common: field, value and what it must be.
+    Rules that begin with -: leave layers as numbers."""
+    for pattern, rule in rules.items() if isinstance(rules, Mapping) else ():
+        for field, wanted in (("bits", 4), ("group_size", group)):
+            if not pattern.startswith("-:") and isinstance(rule, Mapping) and rule.get(field, wanted) != wanted:
+                return f"dynamic.{pattern}.{field}", rule[field], f"must be {wanted}, as of all layers"
+    return None
 
 
 def _by_gptqmodel(config: Mapping[str, Any]) -> bool:

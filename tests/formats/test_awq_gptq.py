@@ -171,6 +171,10 @@ def test_a_row_is_no_group_of_any_size(tmp_path: Path, method: str) -> None:
             Int4Config("gptq", 128, 0),
         ),
         ({"quant_method": "awq", "bits": 4, "format": "gemm", "checkpoint_format": "gemm"}, Int4Config("awq", 128, 0)),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {"bits": 8}, "x": {"sym": True, "bits": 4}}},
+            Int4Config("gptq", 128, 1),
+        ),
     ],
 )
 def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
@@ -199,6 +203,14 @@ def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
         (
             {"quant_method": "gptq", "bits": 4, "format": "gptq", "checkpoint_format": "gptq_v2"},
             "quantization_config.format is 'gptq': must be checkpoint_format, which is gptq_v2",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down": {"bits": 8, "sym": True}}},
+            r"quantization_config.dynamic.\+:.\*down.bits is 8: must be 4, as of all layers",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:x": {}, "lm_head": {"group_size": 32}}},
+            "quantization_config.dynamic.lm_head.group_size is 32: must be 128, as of all layers",
         ),
         (
             {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
