@@ -89,7 +89,8 @@ class Reconsider(Decoder):
             guess = self._guess(piece)[: len(drawn) - 1]
             accepted = next((at for at, token in enumerate(guess) if token != drawn[at]), len(guess))
             new = drawn[: accepted + 1]
-            gained = sum(row[token] for row, token in zip(known, new, strict=False))
+            logprobs_of_new = [row[token] for row, token in zip(known, new, strict=False)]
+            gained = sum(number for number in logprobs_of_new if number > -math.inf)  # else rules left nothing to draw
             piece = replace(piece, tokens=(*piece.tokens, *new), logprob=piece.logprob + gained)
             self.num_accepted += accepted
             children.append(self._judged(query.branch, piece, gained, tuple(range(1, accepted + 1))))

@@ -101,6 +101,12 @@ def test_stop_tokens_and_reasons(tiny: Tiny) -> None:
         assert len(answer.logprobs) == len(answer.token_ids)
 
 
+def test_rules_that_leave_nothing(tiny: Tiny) -> None:
+    own = ReconsiderParams(seed=1, piece=1, retries=1, allowed_token_ids=[3, 5, 8], no_repeat_ngram_size=1)
+    [answer] = tiny().generate([[7, 9]], own, use_tqdm=False)[0].outputs
+    assert sorted(answer.token_ids) == [3, 5, 8] and answer.limited_by == "rules"
+
+
 def test_seeds(tiny: Tiny) -> None:
     answers = [str(run(tiny(), PROMPTS, [params(i, seed=seed) for i in range(4)])) for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]
