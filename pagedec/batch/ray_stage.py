@@ -54,10 +54,10 @@ class GenerateStage:
         return {**batch, **_columns([found[at] for at in range(len(rows))])}
 
     def _prompt(self, row: Any) -> Any:
+        given = row.tolist() if isinstance(row, np.ndarray) and row.dtype == object else row
         if self._column == "messages":
-            messages = check_messages([dict(message) for message in row])
-            return chat_prompt(self._llm, messages, {}, False)
-        return row if isinstance(row, str) else [int(token) for token in row]
+            return chat_prompt(self._llm, check_messages(given), {}, False)
+        return given  # whatever it is: the engine says what is no prompt
 
 
 def _columns(results: list[list[RequestOutput] | PagedecError]) -> dict[str, Any]:
