@@ -117,6 +117,7 @@ ABSENT_NAMES = {
     "ModelRegistry": "a model's family is a file of pagedec/models/families; others run through transformers' code",
     "initialize_ray_cluster": "the argument `executor='ray'` finds a cluster, or starts one",
     "LoRARequest": "there are no LoRA adapters",
+    "GuidedDecodingParams": "`StructuredOutputsParams` is the same by its newer name",
 }
 """Names of vLLM's package that there are not, with what there is."""
 IMPORTING = "importlib._bootstrap"

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from pagedec.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from pagedec.structured import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

@@ -25,7 +25,7 @@ LEAVES: dict[str, set[str]] = {
     "structured": {"errors", "fields"},
     "speculation": {"errors", "fields"},
     "params": {"errors", "fields", "inputs", "speculation", "structured"},
-    "sampling_params": {"params"},
+    "sampling_params": {"params", "structured"},
     "blame": {"errors", "params"},
     "certificates": {"errors"},
     "config": {"errors", "fields", "params", "speculation"},
