@@ -113,6 +113,16 @@ def test_a_file_that_is_not_text(shown: Any, tiny: Path, tmp_path: Path, capsys:
     assert "is not UTF-8: invalid start byte at byte 2" in capsys.readouterr().err
 
 
+def test_arguments_are_utf_8_in_any_locale(shown: Any, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python keeps bytes that its locale has no character for as halves of surrogate pairs, which are no text."""
+    assert shown("na\udcc3\udcafve") == shown("naïve")
+    for command in (["tokenize", "--model", str(tiny)], ["generate"]):
+        assert main.main([*command, "caf\udce9"]) == 2
+        assert capsys.readouterr().err.endswith(
+            r"is 'caf\udce9': is not UTF-8: unexpected end of data at byte 3" + "\n"
+        )
+
+
 def test_the_tokenizer_from_a_file_of_engine_arguments(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

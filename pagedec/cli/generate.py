@@ -28,7 +28,7 @@ from pagedec.cli.arguments import (
 )
 from pagedec.cli.console import DONE, INTERRUPTED, say
 from pagedec.cli.screen import Screen, columns_of, wrapped
-from pagedec.cli.texts import json_fault, read_stdin, read_text
+from pagedec.cli.texts import json_fault, read_argument, read_stdin, read_text
 from pagedec.errors import CallInterrupted, InvalidArgument, counted
 from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
@@ -129,7 +129,8 @@ def read_prompts(arguments: argparse.Namespace, token_ids_only: bool) -> list[Pr
     """The prompts of arguments, file and standard input, in this order."""
     prompts: list[Prompt] = []
     for prompt in arguments.prompts:
-        prompts += _lines(read_stdin().split("\n")) if prompt == "-" else [prompt]
+        own = read_argument(f"prompts[{len(prompts)}]", prompt)
+        prompts += _lines(read_stdin().split("\n")) if own == "-" else [own]
     if arguments.file is not None:
         prompts += _file(arguments.file)
     if not arguments.prompts and arguments.file is None and not sys.stdin.isatty():

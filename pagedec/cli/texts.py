@@ -4,6 +4,7 @@ that a shell passes on."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -26,6 +27,16 @@ def read_stdin() -> str:
     """All of standard input."""
     data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
     return _decoded("file", "standard input", data)
+
+
+def read_argument(field: str, text: str) -> str:
+    """A text that is an argument itself. Bytes that the locale has no character for Python keeps as halves of surrogate
+    pairs: here they are read as a file's are. Raises InvalidArgument naming `field`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _decoded(field, text, os.fsencode(text))
+    return text
 
 
 def _decoded(field: str, name: str, data: bytes) -> str:

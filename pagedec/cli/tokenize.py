@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import file_tables
 from pagedec.cli.console import DONE
-from pagedec.cli.texts import json_fault, read_stdin, read_text
+from pagedec.cli.texts import json_fault, read_argument, read_stdin, read_text
 from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument
 from pagedec.fields import TokenIds, rules
@@ -92,7 +92,7 @@ def read_texts(arguments: argparse.Namespace) -> list[str]:
     """The texts of arguments, file and standard input, in this order."""
     texts: list[str] = []
     for text in arguments.texts:
-        texts += _split(read_stdin(), arguments.lines) if text == "-" else [text]
+        texts += _split(read_stdin(), arguments.lines) if text == "-" else [read_argument("texts", text)]
     if arguments.file is not None:
         texts += _split(read_text("file", arguments.file), arguments.lines)
     if not arguments.texts and arguments.file is None:
