@@ -144,8 +144,8 @@ class Scored:
         for i, row in enumerate(self._rows):
             engine.check_room(f"{self._field}[{i}]", len(row), 0, branch.length)
             engine.check_tokens(f"{self._field}[{i}]", row)
-        self._root = branch.place[1]
         request = engine.sessions.begin(engine, branch, job.request_id, job.params, SCORES)
+        self._root = request.branches[0].tip  # in the history that it has: the session's may have been written anew
         self._handle._front.loop.join(request, self.stream)
 
     def leave(self) -> None:

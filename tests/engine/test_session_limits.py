@@ -153,3 +153,15 @@ def test_what_one_call_can_never_have_is_told_from_what_others_hold(tiny: Tiny, 
     for fork in forks:
         fork.close()
     assert len(session.fork(7)) == 7
+
+
+def test_a_score_for_which_a_session_is_written_anew_is_read_where_it_stands(tiny: Tiny) -> None:
+    """What is known to be dead makes room for it, and the branch stands elsewhere then."""
+    session = tiny(max_session_tokens=96).session([5, 6, 7])
+    session.append(list(range(10, 60)))
+    session.rollback(50)
+    session.append(list(range(60, 100)))
+    size, rows = len(session._branch.place[0]), [[4, 5, 6, 7, 8], [4, 9]]
+    scores = session.score(rows)
+    assert size == 93 and len(session._branch.place[0]) < size
+    assert scores == tiny().session(session.token_ids).score(rows)
