@@ -17,10 +17,20 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from pagedec.text.budget import Exhausted, bound, check_counts, joined, made, read, size_of, spend, turns
+from pagedec.text.budget import (
+    Exhausted,
+    bound,
+    check_bits,
+    check_counts,
+    joined,
+    look,
+    made,
+    read,
+    size_of,
+    spend,
+    turns,
+)
 
-MAX_BITS = 1 << 14
-"""Of a whole number."""
 NODES_PER_STEP = 4
 """Parts of a loop's or macro's body that are run in a step."""
 COUNTED = {"batch", "center", "indent", "round", "slice", "tojson", "truncate", "urlize", "wordwrap"}
@@ -39,8 +49,6 @@ QUICK = {
         "d",
         "default",
         "first",
-        "float",
-        "int",
         "items",
         "last",
         "length",
@@ -56,7 +64,6 @@ QUICK = {
         "boolean",
         "callable",
         "defined",
-        "divisibleby",
         "escaped",
         "even",
     ),
@@ -78,8 +85,14 @@ QUICK = {
 }
 """Filters and tests that look at no more than an item at once; `string` is here as a test."""
 TEXTS = (str, bytes)
-_WIDTH = re.compile(r"\d{6,}|\*|\{[^{}]*\{")
-"""In a format: a width of more than 99999, or one that is an argument."""
+FROM_THE_RIGHT = {"rfind", "rindex", "rpartition", "rsplit", "lstrip", "rstrip", "strip"}
+"""Methods that may compare every character of a text with every one of another: Python searches fast from the left
+alone."""
+COMPARED_PER_STEP = 1000
+RUNS = {"urlize": 20, "wordwrap": 10_000}
+"""Filters that look at all of a word, or of the space between two, for each of its characters, or copy it; so many
+characters in a step."""
+_NUMBER, _RUN = re.compile(r"\d+"), re.compile(r"\s+|\S+")
 
 
 def _check_format(form: Any, arguments: Sequence[Any]) -> None:
@@ -87,17 +100,29 @@ def _check_format(form: Any, arguments: Sequence[Any]) -> None:
     if not isinstance(form, TEXTS):
         return
     text = form if isinstance(form, str) else form.decode("latin-1")
-    found = _WIDTH.search(text)
-    if found is not None and found[0].isdecimal():
+    widths = _NUMBER.findall(text)
+    if any(len(width) > 5 for width in widths):
         raise Exhausted("must not write anything in a width of more than 99999")
-    if found is not None:
-        check_counts(*arguments)
-    bound(len(text) + (text.count("%") + text.count("{")) * size_of(list(arguments)))
+    given, stars = [abs(width) for width in arguments if isinstance(width, int)], text.count("*")
+    if stars:
+        check_counts(*given)
+    if re.search(r"\{[^{}]*\{", text.replace("{{", "")):
+        raise Exhausted("must not write anything in a width that an argument says, but in one of at most 99999")
+    bound(len(text) + sum(map(int, widths)) + stars * max(given, default=0))
+    bound((text.count("%") + text.count("{")) * size_of(list(arguments)))
+
+
+def _compare(text: Any, other: Any) -> None:
+    """Take the steps of comparing all of two texts with each other."""
+    if isinstance(text, TEXTS) and isinstance(other, TEXTS):
+        spend(len(text) * len(other) // COMPARED_PER_STEP)
 
 
 def _check_method(name: str, own: Any, arguments: Sequence[Any]) -> None:
     """Bound what a method of a text or number makes, before it makes it."""
     first = arguments[0] if arguments else None
+    if name in FROM_THE_RIGHT:
+        _compare(own, first)
     if name in ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"):
         check_counts(*arguments)
     if name == "expandtabs":
@@ -128,7 +153,11 @@ def _check_filter(name: str, arguments: Sequence[Any], named: Mapping[str, Any])
     if name == "sum" and any(isinstance(other, (list, tuple)) for other in others):
         spend(len(value) ** 2 // 16)  # each sum is a new list
     if name in SLOW:
-        spend(size_of(value))
+        spend(size_of(value) * (_depth(value, {}) if name == "pprint" else 1))
+    if name in RUNS:
+        spend(sum(len(run) ** 2 // RUNS[name] for run in _RUN.findall(str(value))))
+    if name == "trim" and others:
+        _compare(str(value), others[0])
     if name == "replace" and others:
         bound(size_of(value) + str(value).count(str(others[0])) * longest)
     elif name == "join" and hasattr(value, "__len__"):
@@ -142,6 +171,16 @@ def _check_filter(name: str, arguments: Sequence[Any], named: Mapping[str, Any])
     if name not in QUICK:
         for argument in arguments:
             read(argument)
+
+
+def _depth(value: Any, known: dict[int, int]) -> int:
+    """How deep a value is nested: what pprint writes it reads once for each level."""
+    if not isinstance(value, (list, tuple, dict)):
+        return 1
+    if id(value) not in known:
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + max((_depth(part, known) for part in parts), default=0)
+    return known[id(value)]
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,14 +201,9 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_product(left: Any, right: Any) -> None:
     for times, other in ((left, right), (right, left)):
         if isinstance(times, int) and isinstance(other, int):
-            _check_bits(left.bit_length() + right.bit_length())
+            check_bits(left.bit_length() + right.bit_length())
         elif isinstance(times, int) and isinstance(other, (*TEXTS, list, tuple)):
             bound((size_of(other) + len(other)) * max(times, 0))
-
-
-def _check_bits(bits: int) -> None:
-    if bits > MAX_BITS:
-        raise Exhausted(f"must not make whole numbers of more than {MAX_BITS} bits")
 
 
 class _Charging(NodeTransformer):
@@ -213,7 +247,12 @@ class _Charging(NodeTransformer):
         self.generic_visit(node)
         return _filtered(node, "_made")
 
-    visit_Dict = visit_List
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, nodes.Const):
+                pair.key = _filtered(pair.key, "_read")
+        return _filtered(node, "_made")
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -259,7 +298,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox in which templates come to an end: compile and render inside `spending`, which may raise
     `Exhausted`."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
     concat = staticmethod(joined)
 
     def __init__(self, **options: Any) -> None:
@@ -288,7 +327,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * abs(right))
+            check_bits(left.bit_length() * abs(right))
         elif operator == "*":
             _check_product(left, right)
         elif operator == "%":
@@ -297,11 +336,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             bound(size_of(left) + size_of(right))
         return made(super().call_binop(context, operator, left, right))
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):  # all of it is hashed
+            read(argument)
+        return super().getitem(obj, argument)
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902  as jinja has it
-        spend(2)
+        spend(2 + (len(args) + len(kwargs)) // 8)
         if not isinstance(__obj, Macro) or __obj.catch_varargs or __obj.catch_kwargs:
             given = (*args, *(value for name, value in kwargs.items() if not name.startswith("_")))
             bound(sum(map(size_of, given)))
+            for value in given:
+                look(value)
             if len(args) == 1 and isinstance(args[0], Iterator):  # as ",".join does
                 args = given = (list(args[0]),)
             method = getattr(__obj, "__wrapped__", __obj)  # of str.format jinja makes a function of its own

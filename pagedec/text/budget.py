@@ -16,6 +16,8 @@ MAX_CHARACTERS = 1 << 24
 """Of what is written, and of every value on the way; containers count with all that is in them."""
 MAX_COUNT = 1 << 20
 """Of what a template asks to be repeated or filled up."""
+MAX_BITS = 1 << 14
+"""Of a whole number."""
 PER_STEP = 64
 """Characters that are copied in a step."""
 
@@ -114,12 +116,20 @@ def check_counts(*counts: object) -> None:
             raise Exhausted(f"must not ask for more than {MAX_COUNT} of anything, asks for {count}")
 
 
+def check_bits(bits: int) -> None:
+    """Raise `Exhausted` for the bits of a whole number with which counting takes long."""
+    if bits > MAX_BITS:
+        raise Exhausted(f"must not make whole numbers of more than {MAX_BITS} bits")
+
+
 def made(value: Any) -> Any:
     """A new value: bounded, and charged for its characters. What gives items one by one is charged as it does."""
     if isinstance(value, str):
         bound(len(value))
         spend(1 + len(value) // PER_STEP)
         return value
+    if isinstance(value, int):
+        check_bits(value.bit_length())
     if isinstance(value, Iterator) and not isinstance(value, LoopContext):
         return counting(value)
     bound(size_of(value))
@@ -129,9 +139,15 @@ def made(value: Any) -> Any:
 
 def read(value: Any) -> Any:
     """A value of which all is looked at, as for writing or comparing it: charged for its size and its items."""
-    steps = 1 + size_of(value) // PER_STEP
-    spend(steps + len(value) // ITEMS_PER_STEP if isinstance(value, CONTAINERS) else steps)
+    spend(1)
+    look(value)
     return value
+
+
+def look(value: Any) -> None:
+    """Take the steps of looking at all of a value, of which a small one has none."""
+    steps = size_of(value) // PER_STEP
+    spend(steps + len(value) // ITEMS_PER_STEP if isinstance(value, CONTAINERS) else steps)
 
 
 def counting(items: Iterable[Any]) -> Iterator[Any]:

@@ -20,6 +20,9 @@ SPACE = 2 << 30
 BIG = "{% set big = 'a' * 8000000 %}"
 
 
+LONG = "{% set long = ('b',) * 300000 %}"
+
+
 def grown(step: str, times: int = 60) -> str:
     """A small text and a small list, made larger and larger."""
     return "{% set ns = namespace(x='a', l=[0]) %}{% for i in range(" + str(times) + ") %}" + step + "{% endfor %}"
@@ -60,6 +63,22 @@ STEPS = {
     "links": BIG + often("{{ big|urlize }}"),
     "JSON": often("{% for j in range(99) %}{{ {'a': [1, 2, 3]}|tojson }}{% endfor %}"),
     "our own filters": often("{% for j in many %}{% set y = [-10**9]|map('_body')|list %}{% endfor %}"),
+    "searches from the right": BIG + "{{ big.rfind('ab' + 'a' * 4000000) }}",
+    "searches of bytes": BIG + "{{ big.encode().rsplit(('ab' + 'a' * 4000000).encode()) }}",
+    "strips": BIG + "{{ big.strip('b' * 8000000 + 'a') }}",
+    "trims": BIG + "{{ big|trim('b' * 8000000 + 'a') }}",
+    "brackets behind a link": "{{ (')' * 400000 ~ 'x)')|urlize }}",
+    "a wide space, wrapped": "{{ (' ' * 900000)|wordwrap(1) }}",
+    "numbers of texts": BIG + often("{% set y = big|float %}"),
+    "deep prints": "{% set ns = namespace(x=range(80000)|list) %}"
+    "{% for i in range(200) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|pprint }}",
+    "tables of characters": BIG + often("{% set y = {}.fromkeys(big) %}"),
+    "long beginnings": LONG + often("{% set y = 'x'.startswith(long) %}"),
+    "long keys": LONG + often("{% set y = {}[long] %}"),
+    "long keys, looked up": LONG + often("{% set y = {}.get(long) %}"),
+    "long keys of tables": LONG + often("{% set y = {long: 1} %}"),
+    "long attributes": LONG + "{{ ([{}] * 99999)|map(attribute=long)|list }}",
+    "many arguments": "{% macro m() %}{{ varargs|length }}{% endmacro %}" + LONG + often("{{ m(*long) }}"),
     "free turns": often("{% for j in [many]|map('_turns', 0)|first %}{% endfor %}"),
 }
 SIZES = {
@@ -89,6 +108,15 @@ SIZES = {
     "a wide format": "{{ '%9999999999d'|format(1) }}", "a wide percent": "{{ '%9999999999d' % 1 }}",
     "a wide star": "{{ '%*d' % (10**9, 1) }}", "a wide brace": "{{ '{:9999999999}'.format(1) }}",
     "a wide inner brace": "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "many wide formats": "{{ ('{0:99999}' * 100000).format(1) }}",
+    "many wide stars": "{{ ('%*d' * 4000) % ((1000000, 1) * 4000) }}",
+    "a star before a wide percent": "{{ '* %9999999999d' % 1 }}",
+    "a wide item": "{{ '{:{a[0]}}'.format(1, a=[9999999999]) }}",
+    "a wide text": "{{ '{:{w}}'.format(1, w='9999999999') }}",
+    "a number of bytes": BIG + "{% set x = (1).from_bytes(big[:5000000].encode(), 'big') %}"
+    "{% set y = (1).from_bytes(big[:2500000].encode(), 'big') %}{{ x // y > 1 or x is divisibleby y }}",
+    "differences": "{% set ns = namespace(x=1) %}"
+    "{% for i in range(70000) %}{% set ns.x = ns.x - (-ns.x) %}{% endfor %}{{ ns.x // 3 > 1 }}",
     "percents": BIG + "{{ '%s' * 100000 % (big,) }}", "named percents": BIG + "{{ ('%(a)s' * 100000) % {'a': big} }}",
     "braces": BIG + "{{ ('{0}' * 100000).format(big) }}", "formats": BIG + "{{ ('%(a)s' * 100000)|format(a=big) }}",
     "format_map": BIG + "{{ ('{a}' * 100000).format_map({'a': big}) }}",
