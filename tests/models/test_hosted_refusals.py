@@ -60,6 +60,8 @@ CHANGES = {
     "head size": ("olmo2", {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 72},
     "heads of 24"),
     "quantised": ("olmo2", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "its weights are quantised"),
+    "no window": ("cohere2", {"sliding_window": 0, "architectures": ["Cohere2ForCausalLM"]},
+    "window must be at least 1"),
     "another class": ("olmo2", {"architectures": ["Olmo2ForSequenceClassification"]},
     "language model of its configuration is"),
 }  # fmt: skip

@@ -229,6 +229,8 @@ def _window_of(mask: ProbeMask, num_positions: int) -> int:
     last = num_positions - 1
     try:
         width = int(mask.seen(last, keys).sum())
+        if width < 1:
+            raise Refused("its attention mask lets no row see a token, not even itself: a window must be at least 1")
         near = {0, 1, 2, 7, width - 1, width, width + 1, last // 3, last // 2, last - 1, last}
         for query in sorted(q for q in near if 0 <= q <= last):
             seen = mask.seen(query, keys)
