@@ -22,7 +22,7 @@ from pagedec.config import (
     draft_config,
     names_draft_model,
 )
-from pagedec.errors import InvalidArgument, Shown, WeightsWarning, counted, within
+from pagedec.errors import InvalidArgument, ModelFileError, Shown, WeightsWarning, counted, within
 from pagedec.formats.awq_gptq import MXFP4, int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf.header import headers_kept
@@ -38,6 +38,7 @@ from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import KvKind
 from pagedec.kernels.xformers_kernel import Xformers
 from pagedec.models.architecture import Architecture
+from pagedec.models.hf.hosted_architecture import HostedArchitecture
 from pagedec.models.model import Model
 from pagedec.models.registry import check_ranks, load_architecture, load_model_weights
 from pagedec.models.sharding import part_of, sharded
@@ -190,14 +191,16 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     size, memory = weight_bytes(arch, backend), memory_of(backend)
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
-        advice = "the system may end the process; quantization int8 takes a byte a weight, int4 half of one"
+        advice = "the system may end the process"
+        if not isinstance(arch, HostedArchitecture):
+            advice += "; quantization int8 takes a byte a weight, int4 half of one"
         if isinstance(backend, DeviceBackend):
             advice = "quantization int8 takes a byte a weight, and tensor_parallel_size shares them among devices"
         warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
     try:
         model = load_model_weights(arch, files, backend, length, config.seed)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (OSError, MemoryError, RuntimeError, ModelFileError) as error:
+        if not is_out_of_memory(error.__cause__ or error if isinstance(error, ModelFileError) else error):
             raise
         problem = f"has weights of {shown_size(size)}, which this machine does not give; {memory}"
         raise InvalidArgument("model", config.model, problem) from error

@@ -30,8 +30,7 @@ def memory_of(backend: Backend) -> Memory:
 
 
 def weight_bytes(arch: Architecture, backend: Backend) -> int:
-    """About how much memory the weights take in a backend's form, of a rank those that it has; 0 where only their
-    modeling code knows."""
+    """About how much memory the weights take in a backend's form, of a rank those that it has."""
     link = backend.link
     cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
     num_weights = sum(math.prod(cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())

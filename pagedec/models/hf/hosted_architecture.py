@@ -32,17 +32,18 @@ class HostedArchitecture(Architecture):
 
     Only the fields that size the cache and the read-out have a meaning: what the model computes besides attention is
     its modeling code's business. `class_name` is that code's class, `config` its configuration, `layers` what each
-    layer asks of attention, `trunk` the name of the module below the head.
+    layer asks of attention, `trunk` the name of the module below the head, `shapes` those of its parameters.
     """
 
     class_name: str = ""
     config: Any = field(default=None, compare=False, repr=False)
     layers: tuple[LayerAttention, ...] = ()
     trunk: str = ""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return nothing: the modeling code knows its own weights."""
-        return {}
+        """Return the shapes of the modeling code's parameters, those that have two names once."""
+        return dict(self.shapes)
 
 
 def read_config(config: Mapping[str, Any], directory: Path | None) -> Any:
@@ -115,6 +116,7 @@ def _looked_at(config: Mapping[str, Any], hf: Any) -> HostedArchitecture:
         config=hf,
         layers=layers,
         trunk=looks.trunk,
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
     )
 
 

@@ -10,27 +10,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from pagedec.errors import InvalidArgument, InvariantError, ModelFileError
-from pagedec.formats.awq_gptq import MXFP4
+from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.formats.resolve import ModelFiles
-from pagedec.formats.safetensors import open_directory
-from pagedec.formats.source import WeightSource, is_buffer, listed
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Rope
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.hf.attention import RUN, AttentionCall, Refused, answering, register
-from pagedec.models.hf.hosted_architecture import (
-    MAKING,
-    HostedArchitecture,
-    check_length,
-    first_line,
-    quantization_method,
-)
+from pagedec.models.hf.hosted_architecture import MAKING, HostedArchitecture, check_length
+from pagedec.models.hf.hosted_weights import read_weights
 from pagedec.models.hf.probe import check_rows
 from pagedec.models.model import Programs
 
@@ -229,74 +221,19 @@ def load_hosted(
     Raises InvalidArgument where the model cannot run after all, ModelFileError where the files are damaged or do not
     hold exactly the model's weights.
     """
+    import transformers
+
     register()
     check_length(arch, max_position)
     quantization = getattr(backend, "quantization", None)
     if quantization is not None:
         limit = f"is not available for models that run through transformers, as {arch.class_name} does"
         raise InvalidArgument("quantization", quantization, limit)
-    model = _random(arch, backend, seed) if files.weights is None else _from_files(arch, files, backend)
+    model_class = getattr(transformers, arch.class_name)
+    if files.weights is None:
+        with MAKING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed % (1 << 63))
+            model = model_class._from_config(arch.config, attn_implementation=RUN, dtype=backend.dtype)
+    else:
+        model = read_weights(model_class, arch.config, files.weights, backend.dtype)
     return HostedModel(arch, model.eval().requires_grad_(False), backend, max_position)
-
-
-def _model_class(arch: HostedArchitecture) -> Any:
-    import transformers
-
-    return getattr(transformers, arch.class_name)
-
-
-def _random(arch: HostedArchitecture, backend: Backend, seed: int) -> Any:
-    with MAKING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed % (1 << 63))
-        return _model_class(arch)._from_config(arch.config, attn_implementation=RUN, dtype=backend.dtype)
-
-
-def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -> Any:
-    assert files.weights is not None
-    stored = open_directory(files.weights)  # what is damaged is found by our reader, which names it
-    quantization = {}
-    if quantization_method(arch.config) == MXFP4:
-        from transformers import Mxfp4Config
-
-        quantization["quantization_config"] = Mxfp4Config(dequantize=True)
-    try:
-        with MAKING:
-            model, info = _model_class(arch).from_pretrained(
-                files.weights,
-                config=arch.config,
-                dtype=backend.dtype,
-                attn_implementation=RUN,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **quantization,
-            )
-    except Exception as error:  # the loader raises errors of three libraries
-        raise ModelFileError(files.weights, f"transformers cannot load the weights: {first_line(error)}") from error
-    check_loaded(model, stored, info)
-    return model
-
-
-def check_loaded(model: Any, stored: WeightSource, info: Mapping[str, Any]) -> None:
-    """Raise ModelFileError unless the files held exactly the model's weights, as floating point.
-
-    `info` is what transformers' loader says; it casts whatever it finds, so integers would be taken for weights.
-    """
-    prefix, weights = f"{model.base_model_prefix}.", {name for name, _ in model.named_parameters()}
-    integers = [
-        f"{name} is {stored.dtype(name)}"
-        for name in stored.names()  # files may hold a trunk alone, without what a head puts before its names
-        if not stored.dtype(name).is_floating_point and {name, prefix + name, name.removeprefix(prefix)} & weights
-    ]
-    wrong = [
-        f"{name} has shape {list(found)}, must have {list(needed)}"
-        for name, found, needed in sorted(info.get("mismatched_keys") or (), key=str)
-    ]
-    problems = [("of wrong shape", wrong), ("no floating point", integers)]
-    for what in ("missing", "unexpected"):
-        problems.append((what, sorted(name for name in info.get(f"{what}_keys") or () if not is_buffer(name))))
-    if any(names for _, names in problems):
-        told = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in problems if names)
-        raise ModelFileError(stored.path, f"the weights do not fit the model configuration; {told}")
