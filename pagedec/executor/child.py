@@ -41,6 +41,10 @@ WATCH_SECONDS = 0.001
 """How long a worker looks for the next step before it sleeps: an engine settles and plans 64 rows in less."""
 
 
+def _nothing() -> None:
+    """Whoever has started this process ends it."""
+
+
 def main(descriptor: int, load: str) -> None:
     """Serve the engine at the other end of a socket. Ctrl-C is the engine's: it closes the socket when it is done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,7 +52,7 @@ def main(descriptor: int, load: str) -> None:
     gc.enable()
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        work(channel, load)
+        work(channel, load, when_left=lambda: os._exit(0))
     except Exception:
         sys.exit(1)  # the engine tells of it, in a line of its log
     logging.shutdown()
@@ -56,10 +60,10 @@ def main(descriptor: int, load: str) -> None:
     os._exit(0)  # memory and devices are the kernel's to clear: Python would take apart torch first, for 0.3 s
 
 
-def work(channel: Channel, load: str) -> None:
+def work(channel: Channel, load: str, when_left: Callable[[], None] = _nothing) -> None:
     """`serve` until the engine is gone, or has no more steps. Raises what breaks the worker; the engine knows."""
     try:
-        serve(channel, load)
+        serve(channel, load, when_left)
     except Gone:
         return
     except Exception as error:
@@ -69,13 +73,13 @@ def work(channel: Channel, load: str) -> None:
         raise
 
 
-def serve(channel: Channel, load: str) -> None:
+def serve(channel: Channel, load: str, when_left: Callable[[], None] = _nothing) -> None:
     """Load as the first message says, then answer one step after the other, or load again. Raises `Gone` when nobody
-    asks any more."""
+    asks any more; `when_left` is called, by another thread, where that is so while this one is at work."""
     module, _, function = load.partition(":")
     load_worker: LoadWorker = getattr(importlib.import_module(module), function)
     steps: _Steps | None = None
-    pulse = _Pulse(channel)
+    pulse = _Pulse(channel, when_left)
     while True:
         kind, payload = channel.receive()
         pulse.is_on = True
@@ -95,18 +99,21 @@ def serve(channel: Channel, load: str) -> None:
 
 class _Pulse:
     """While it is on, tells the engine now and then that somebody is at work: a process that is stopped says nothing,
-    one that computes for long does."""
+    one that computes for long does. Where the engine is gone it says so: who waits in a step for a rank that was never
+    told of it would do so for as long as a step may take."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self.is_on = channel, False
+    def __init__(self, channel: Channel, when_left: Callable[[], None]) -> None:
+        self._channel, self._when_left, self.is_on = channel, when_left, False
         threading.Thread(target=self._tell, name="pagedec-pulse", daemon=True).start()
 
     def _tell(self) -> None:
-        with contextlib.suppress(Gone):  # the engine is gone, and so is this process soon
+        try:
             while True:
                 time.sleep(PULSE_SECONDS)
                 if self.is_on:
                     self._channel.send(Kind.PULSE, b"")
+        except Gone:
+            self._when_left()
 
 
 def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> _Steps | None:

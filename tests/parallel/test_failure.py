@@ -18,7 +18,7 @@ import pytest
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from pagedec.executor.channel import Channel, Gone, Kind
-from pagedec.executor.child import _carry_out, serve
+from pagedec.executor.child import _carry_out, serve, work
 from pagedec.executor.failure import pack_error, unpack_error
 from pagedec.executor.ray import _Actor
 from pagedec.executor.reception import HELLO_BYTES
@@ -135,6 +135,33 @@ def test_a_file_that_was_cut_off_is_not_an_engine_that_is_gone(loading: Callable
 def test_what_the_caller_has_done_wrong_is_said_in_a_line(loading: Callable[[str], Any]) -> None:
     error = loading("refused")
     assert isinstance(error, InvalidArgument) and not hasattr(error, "__notes__")
+
+
+at_work, is_over = threading.Event(), threading.Event()
+
+
+def waits_for_a_rank(config: EngineConfig, ranks: Ranks) -> NoReturn:
+    at_work.set()
+    is_over.wait(20)
+    raise AssertionError
+
+
+def test_an_engine_that_is_gone_while_a_rank_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It told one of a step and was killed: the rank waited for as long as a step may take, ten minutes."""
+    monkeypatch.setattr("pagedec.executor.child.PULSE_SECONDS", 0.01)
+    ours, theirs = map(Channel, socket.socketpair())
+    config = EngineConfig.from_kwargs(model="none", skip_tokenizer_init=True).to_kwargs()
+    ours.send(Kind.LOAD, json.dumps({"config": config, "rank": 0, "world": 1}).encode())
+    left = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(work, theirs, f"{HERE}:waits_for_a_rank", when_left=left.set)
+        assert at_work.wait(20)
+        ours.close()
+        told = left.wait(20)
+        is_over.set()
+        run.result(20)
+    theirs.close()
+    assert told
 
 
 def test_an_actor_that_cannot_read_what_it_is_told() -> None:
