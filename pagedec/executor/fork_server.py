@@ -61,7 +61,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
+                stderr=None if _has_errors() else subprocess.DEVNULL,
                 env=worker_environment(),
             )
         except BaseException:
@@ -84,7 +84,7 @@ class ForkServer:
             with theirs, open(os.devnull, "wb") as nowhere:
                 order = json.dumps({"load": load, "environ": own_variables()}).encode()
                 # What it writes goes where our own errors go now.
-                errors = nowhere.fileno() if sys.__stderr__ is None else 2
+                errors = 2 if _has_errors() else nowhere.fileno()
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: nothing will come
                     socket.send_fds(self._control, [order], [channel.fileno(), theirs.fileno(), errors])
             if not _is_readable(life, seconds := self._patience):
@@ -178,6 +178,14 @@ def current() -> ForkServer:
 def import_path() -> list[str]:
     """Where imports look: what else is in `sys.path`, a `Path` say, Python passes over."""
     return [place for place in sys.path if isinstance(place, str)]
+
+
+def _has_errors() -> bool:
+    """Whether there is a standard error: what runs in the background may have been started without, or closed it."""
+    with contextlib.suppress(OSError):
+        os.fstat(2)
+        return sys.__stderr__ is not None
+    return False
 
 
 def _directory() -> str:

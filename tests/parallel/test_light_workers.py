@@ -126,3 +126,12 @@ def test_errors_that_nobody_reads() -> None:
         ["sh", "-c", 'exec "$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, text=True, timeout=300, cwd=ROOT
     )
     assert done.stdout.split() == [os.devnull, "True"]
+
+
+def test_standard_streams_that_were_closed() -> None:
+    """By a program that goes into the background: there was no worker to be had."""
+    program = (
+        "out = os.fdopen(os.dup(1), 'w'); os.close(1); os.close(2); one = worker()\n"
+        "print(os.readlink(f'/proc/{one.pid}/fd/2'), file=out, flush=True)\n"
+    )
+    assert output(program) == [os.devnull]
