@@ -51,7 +51,7 @@ from pagedec.runtime.memory import is_out_of_memory, shown_size
 from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.numbers import NAMES, chosen_dtype, is_on_device
 from pagedec.runtime.pool import KvPool
-from pagedec.runtime.processors import default_threads
+from pagedec.runtime.processors import default_threads, tell_torch
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_blocks, target_pool, weight_bytes
 from pagedec.runtime.worker import Worker
@@ -102,8 +102,7 @@ def choose_backend(
     num_threads = default_threads() if parallel.num_threads is None else parallel.num_threads
     if parallel.num_threads is not None:
         _check_threads(parallel.num_threads)
-    if num_threads != torch.get_num_threads():
-        torch.set_num_threads(num_threads)
+    tell_torch(num_threads)
     if parallel.attention_backend != "reference":
         try:
             library, numbers = _loaded(parallel.attention_backend), NAMES.get(dtype, torch.bfloat16)

@@ -10,6 +10,8 @@ from pagedec import environment
 from pagedec.runtime.control_groups import VERSION_2, groups, number, read
 
 ROOT = Path("/")
+_told: tuple[int, int] | None = None
+"""What torch used before an engine told it otherwise, and what that was."""
 
 
 def quota(root: Path = ROOT) -> float | None:
@@ -27,10 +29,25 @@ def quota(root: Path = ROOT) -> float | None:
     return min(given, default=None)
 
 
+def tell_torch(num_threads: int) -> None:
+    """Have torch use so many threads, which is no choice for the process: the next engine's default is what torch used
+    before."""
+    global _told
+    if num_threads != torch.get_num_threads():
+        _told = of_torch(), num_threads
+        torch.set_num_threads(num_threads)
+
+
+def of_torch() -> int:
+    """How many threads torch uses where no engine has told it otherwise."""
+    now = torch.get_num_threads()
+    return _told[0] if _told is not None and _told[1] == now else now
+
+
 def default_threads(root: Path = ROOT) -> int:
     """As many as torch uses, but no more than a quota's processors, rounded: with more, all of them stand still once a
     period's time (of 100 ms, mostly) is used up, and each of the kernels waits for its last thread. Measured: of a
     quota of 1, two threads take 1.3 times as long as one; of one of 1.5, they take 0.85. OMP_NUM_THREADS is somebody's
     choice, and stands."""
-    of_torch, given = torch.get_num_threads(), None if environment.says_threads() else quota(root)
-    return of_torch if given is None else max(1, min(of_torch, int(given + 0.5)))
+    most, given = of_torch(), None if environment.says_threads() else quota(root)
+    return most if given is None else max(1, min(most, int(given + 0.5)))

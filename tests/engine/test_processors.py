@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedec.config import ParallelConfig
+from pagedec.runtime import processors
 from pagedec.runtime.loading import choose_backend
 from pagedec.runtime.processors import default_threads, quota
 
@@ -33,6 +34,7 @@ def machine(root: Path, files: Mapping[str, str]) -> Path:
 @pytest.fixture(autouse=True)
 def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(processors, "_told", None)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -96,3 +98,11 @@ def threads_elsewhere(backend: Any) -> int:
     """How many a thread would use that has not heard of torch's number, as an engine's own."""
     with ThreadPoolExecutor(1) as pool:
         return int(pool.submit(lambda: backend.context.num_threads).result())
+
+
+def test_what_an_engine_is_told_is_not_the_next_ones_default() -> None:
+    choose_backend(ParallelConfig(num_threads=1), "float32")
+    choose_backend(ParallelConfig(num_threads=2), "float32")
+    assert torch.get_num_threads() == 2 and default_threads() == 4
+    torch.set_num_threads(3)  # somebody's choice
+    assert default_threads() == 3

@@ -311,3 +311,16 @@ def test_native_models_start_without_transformers(tmp_path: Path) -> None:
         print("pagedec.build" in sys.modules, "transformers" in sys.modules)
 
     assert forked(start) == (0, "True False\n")
+
+
+def test_engines_of_one_process_have_their_own_numbers_of_threads(checkpoints: Checkpoints) -> None:
+    """Of torch's threads, too, in which a hosted model's layers run."""
+    seen: list[int] = []
+    engines = [make_llm(checkpoints("olmo2").path, num_threads=number) for number in (1, 3, 2)]
+    before = torch.get_num_threads()
+    for llm in engines:
+        lane = llm.engine.executor.worker.lanes["target"]
+        lane.model.model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+        llm.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
+        llm.close()
+    assert seen == [1, 3, 2] and torch.get_num_threads() == before

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,6 +120,20 @@ class _PagedAttention:
         return self._attended[:n].to(call.query.dtype, copy=True)[None]
 
 
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Within, torch computes with so many threads: another engine of the process may have told it otherwise."""
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Piece:
     """A part of the forward, run by calling the model."""
 
@@ -129,8 +144,9 @@ class _Piece:
 class _Forward:
     """The forward over one set of buffers, in the pieces that the runner asks for."""
 
-    def __init__(self, read_out: _ReadOut, attention: _PagedAttention, cache: CacheTensors) -> None:
+    def __init__(self, read_out: _ReadOut, attention: _PagedAttention, cache: CacheTensors, num_threads: int) -> None:
         self._read_out, self._attention, self._cache = read_out, attention, cache
+        self._num_threads = num_threads
         self._buffers = attention.buffers
 
     @torch.inference_mode()
@@ -157,7 +173,7 @@ class _Forward:
         if not again:
             written = slots >= 0
             self._cache.tokens[slots[written].long()] = ids[written]
-        with answering(self._attention):
+        with _threads(self._num_threads), answering(self._attention):
             return self._read_out.run(ids, b.positions[:n], rows, again)
 
 
@@ -167,6 +183,7 @@ class HostedModel:
     def __init__(self, arch: HostedArchitecture, model: Any, backend: Backend, max_position: int) -> None:
         self.arch: Architecture = arch
         self._hosted, self.backend, self.max_position = arch, backend, max_position
+        self._num_threads = torch.get_num_threads()
         _log.warning(
             "%s runs through transformers: its results' last bits may depend on their company", arch.class_name
         )
@@ -208,7 +225,7 @@ class HostedModel:
         kinds = self.attention_shapes(cache.block_size)
         of_layers = [plans[kinds.index(shape)] for shape in self._layer_shapes(cache.block_size)]
         attention = _PagedAttention(self._hosted, self.backend, b, cache, of_layers, self._sinks)
-        forward = _Forward(self._read_out, attention, cache)
+        forward = _Forward(self._read_out, attention, cache, self._num_threads)
         return Programs(_Piece(forward.body), _Piece(forward.head), _Piece(forward.whole))
 
 
