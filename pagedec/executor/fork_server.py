@@ -51,7 +51,8 @@ class ForkServer:
         self.given = given
         """What workers take over from this process. Where that has changed, they need another server."""
         self._control, theirs = pair(socket.SOCK_SEQPACKET)
-        deaf = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # Ctrl-C is the engine's, always
+        # Ctrl-C is the engine's, always, and so is what ends a whole group of processes: it may finish what runs.
+        deaf = "import gc, signal; [signal.signal(told, signal.SIG_IGN) for told in (signal.SIGINT, signal.SIGTERM)]"
         deaf += "; gc.disable()"  # nothing of what is imported is garbage, and to look takes 0.1 s
         begin = f"{deaf}; import sys; sys.path[:] = {ascii(import_path())}"  # workers find what we find
         code = f"{begin}; from pagedec.executor.fork_server import main; main({theirs.fileno()})"

@@ -135,3 +135,15 @@ def test_standard_streams_that_were_closed() -> None:
         "print(os.readlink(f'/proc/{one.pid}/fd/2'), file=out, flush=True)\n"
     )
     assert output(program) == [os.devnull]
+
+
+def test_a_program_whose_whole_group_is_told_to_end() -> None:
+    """As `timeout` and Slurm do: it may want to finish what runs, and its workers died meanwhile."""
+    program = (
+        "from pagedec.executor.fork_server import current\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None); os.setpgid(0, 0)\n"
+        "one = worker(); server = current().pid\n"
+        "os.killpg(0, signal.SIGTERM); two = worker(); print(current().pid == server, one.has_ended())\n"
+        "for each in one, two: each.channel.close(); print(each.end())\n"
+    )
+    assert output(program) == ["True False", *["has ended with status 0"] * 2]
