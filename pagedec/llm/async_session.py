@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, closing
+from pagedec.errors import EngineClosed
 from pagedec.llm.branches import Handle, Turns
 from pagedec.llm.going import Going, Scored, all_scored, all_written
 from pagedec.llm.readers import Reader, outputs_of
@@ -104,8 +105,8 @@ class AsyncSessionBranch(Handle):
         **fields: Any,
     ) -> list[BranchOutput[AsyncSessionBranch]]:
         """`generate` on several branches, of this session or of others, in one batch; see `SessionBranch.generate_all`.
-        Begins all of the calls or none."""
-        begin = functools.partial(generating, self, branches, sampling_params, keep, fields)
+        Begins all of the calls or none; cancelled, it leaves all branches as they were."""
+        begin = functools.partial(generating, self, branches, sampling_params, keep, fields, waits=True)
         each = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params]
         is_slow = is_heavy(fields) or any(map(is_heavy, each))
         calls = await asyncio.to_thread(begin) if is_slow else begin()
@@ -165,7 +166,7 @@ class AsyncSessionBranch(Handle):
             self._front.loop.abort(reader.stream.job.request_id)
 
     async def _run(self, calls: Sequence[Going[AsyncSessionBranch]] | Sequence[Scored]) -> None:
-        """Begin calls together, and wait until all are over."""
+        """Begin calls together, and wait until all are over: who is cancelled before has kept nothing."""
         with contextlib.ExitStack() as stack:
             readers = [stack.enter_context(self._front._reading(call.stream)) for call in calls]
             try:
@@ -174,12 +175,21 @@ class AsyncSessionBranch(Handle):
                     self._abort_if_aborted(reader)
                 for reader in readers:
                     await reader.news()
+                with contextlib.suppress(EngineClosed):  # each has its outputs, or its error
+                    await self._do(functools.partial(_read, calls))
             finally:
                 for call in calls:
                     call.leave()
 
     async def _do(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._front.loop.call(function))
+
+
+def _read(calls: Iterable[Going[AsyncSessionBranch] | Scored], engine: Engine) -> None:
+    """All calls that keep something were read to their end."""
+    for call in calls:
+        if isinstance(call, Going):
+            call.read(engine)
 
 
 async def recount(sessions: Sequence[AsyncSession]) -> None:

@@ -16,16 +16,21 @@ from pagedec.llm.going import B, Going, Scored
 
 
 def generating(
-    handle: B, branches: Sequence[B], sampling_params: Any, keep: str | int, fields: Mapping[str, Any]
+    handle: B,
+    branches: Sequence[B],
+    sampling_params: Any,
+    keep: str | int,
+    fields: Mapping[str, Any],
+    waits: bool = False,
 ) -> list[Going[B]]:
     """`generate` on each of `branches`, which must be of `handle`'s LLM; `sampling_params` is one object for all or one
-    for each."""
+    for each. `waits`: see `Going`."""
     many = _branches(handle, branches)
     calls = []
     for branch, own, name in zip(many, *as_params(sampling_params, len(many), "branch"), strict=True):
         blamed = partial(of_params, name, own, fields) if name else contextlib.nullcontext
         with blamed():
-            calls.append(branch._generating(own, keep, fields, False))
+            calls.append(branch._generating(own, keep, fields, False, waits=waits))
         calls[-1].blamed = blamed
     return calls
 

@@ -159,6 +159,47 @@ def test_several_branches_of_coroutines(asynchronous: AsyncLLM) -> None:
     asyncio.run(main())
 
 
+def test_several_calls_that_are_cancelled_leave_all_branches_as_they_were(asynchronous: AsyncLLM) -> None:
+    """Those, too, that had ended while others ran."""
+    engine, has_cancelled, num_before = asynchronous.engine, threading.Event(), asynchronous.engine.stats.num_finished
+
+    def held(tokens: list[int]) -> None:
+        if len(tokens) > 5:
+            assert has_cancelled.wait(60)
+
+    async def main() -> None:
+        async with asynchronous.session([5, 6, 7], seed=7) as session:
+            one, two = await session.fork(2)
+            params = [PARAMS.clone(max_tokens=1), PARAMS.clone(allowed_tokens_fn=held)]
+            call = asyncio.create_task(session.generate_all([one, two], params))
+            while engine.stats.num_finished == num_before:
+                await asyncio.sleep(0.001)
+            assert call.cancel()
+            has_cancelled.set()
+            await asyncio.gather(call, return_exceptions=True)
+            for branch in (one, two):
+                await branch.append([9])
+                assert branch.token_ids == [5, 6, 7, 9]
+
+    asyncio.run(main())
+
+
+def test_several_calls_of_which_one_has_ended_when_the_engine_is_closed(asynchronous: AsyncLLM) -> None:
+    async def main() -> None:
+        branches = await (await asynchronous.session([5, 6, 7])).fork(2)
+        params = [PARAMS.clone(max_tokens=1), PARAMS.clone(max_tokens=200)]
+        slow_down(asynchronous)
+        call = asyncio.create_task(branches[0].generate_all(branches, params))
+        while asynchronous.engine.stats.num_finished == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(asynchronous.close)
+        with pytest.raises(RequestsFailed, match="was given up: the engine is closed") as failed:
+            await call
+        assert [output.error is None for output in failed.value.outputs] == [True, False]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("what", ["generate", "score"])
 def test_of_several_coroutines_of_which_one_fails_the_others_are_told(asynchronous: AsyncLLM, what: str) -> None:
     loop = asynchronous.loop
