@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedec.constraints.schema import carried_out, closed
+from pagedec.constraints.schema import carried_out, check_multiples, closed
 from pagedec.core.constraint import Allowed, Constraint
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.structured import StructuredOutputsParams
@@ -205,6 +205,8 @@ class Grammars:
         field, matcher = f"structured_outputs.{asked.kind}", llguidance.LLMatcher
         value = getattr(asked, asked.kind)
         try:
+            if asked.kind in ("json", "grammar"):
+                check_multiples(field, value if isinstance(value, str) else json.dumps(value))
             grammar = _grammar_of(matcher, asked)
             _check_named(field, grammar, asked.kind)
             limits = llguidance.LLParserLimits(**LIMITS)

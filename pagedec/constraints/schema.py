@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, Shown
 
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Where a schema has others by names of its user's, which mean nothing."""
@@ -17,6 +19,29 @@ LEAST = 1e-30
 """In place of "above 0": the library writes a bound's digits out."""
 MOST_INTEGER = 2**63 - 2**10
 """The largest double in 64 bits, which integers have there."""
+
+MAX_REMAINDERS = 250_000
+"""Of all numbers of a schema that are multiples: the library walks through every remainder, for 20 us and 300 bytes
+each, and no limit of its own counts them."""
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?[0-9.]+(?:[eE][-+]?[0-9]{1,3})?)')
+_RANGED = re.compile(r'"(?:multipleOf|minimum|maximum|exclusiveMinimum|exclusiveMaximum|\$ref)"')
+_ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
+
+
+def check_multiples(field: str, text: str) -> None:
+    """Raise `InvalidArgument` for a schema, or a grammar with schemas in it, whose numbers have too many remainders:
+    those by the least common multiple of all `multipleOf`, which may meet in one number, for each range."""
+    text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+    common = 1
+    for found in _MULTIPLE.findall(text):
+        try:
+            digits = Decimal(found).normalize().as_tuple().digits
+        except InvalidOperation:
+            continue  # the library refuses it
+        common = math.lcm(common, int("".join(map(str, digits[:40]))) or 1)
+        if (count := common * len(_RANGED.findall(text))) > MAX_REMAINDERS:
+            have = f"must have at most {MAX_REMAINDERS} remainders of multipleOf in all its ranges of numbers"
+            raise InvalidArgument(field, Shown(f"a schema of {count}"), have)
 
 
 def closed(schema: Any) -> Any:
@@ -97,17 +122,26 @@ def _double(number: float) -> float:
         return math.inf if number > 0 else -math.inf
 
 
+def _written(number: float) -> float:
+    """The number that the library writes for it: of a whole one all digits, 0 where a double of more than 64 bits, or
+    one that was no whole number in Python, leaves them open."""
+    near = _double(number)
+    if isinstance(number, int) and -(2**63) <= number < 2**64:
+        return near
+    return int(Decimal(repr(near))) if near.is_integer() else near
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(_double(value))
 
 
 def _check_exact(value: Any) -> None:
-    """Raises `InvalidArgument` for a whole number that is no double."""
+    """Raises `InvalidArgument` for a whole number that is no double, or whose digits are another one's."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
         for part in value:
             _check_exact(part)
-    elif isinstance(value, int) and _double(value) != value:
-        limit = "must not be in const or enum: llguidance has doubles, and it is none"
+    elif isinstance(value, (int, float)) and _written(value) != value:
+        limit = "must not be in const or enum: llguidance has doubles, and would write another number"
         raise InvalidArgument("structured_outputs.json", value, limit)

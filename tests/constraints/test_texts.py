@@ -95,10 +95,38 @@ def test_whole_numbers_that_are_no_doubles() -> None:
     assert not takes({"type": "integer", "minimum": most}, str(most - 1)) and takes({"minimum": most}, str(most + 1))
     whole = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
     assert takes(whole, str(2**62)) and takes(whole, str(-(2**62))) and not takes(whole, str(2**63))
-    for schema in ({"const": most}, {"enum": ["a", {"b": [1, most]}]}, {"items": {"anyOf": [{"const": -(10**400)}]}}):
+    for schema in (
+        {"const": most}, {"enum": ["a", {"b": [1, most]}]}, {"items": {"anyOf": [{"const": -(10**400)}]}},
+        {"const": 2**65}, {"const": 1e100}, {"enum": [2.0**60]},
+    ):  # fmt: skip
         with pytest.raises(InvalidArgument, match="must not be in const or enum: llguidance has doubles"):
             grammars().constraint(StructuredOutputsParams(json=schema), STOPS)
+    assert takes({"const": 1e22}, str(10**22)) and takes({"enum": [10**23]}, str(10**23))
     assert takes({"enum": [2**60, True, 1.5]}, str(2**60)) and takes({"default": most, "type": "null"}, "null")
+
+
+HUGE = 4_294_967_291
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"json": {"type": "integer", "multipleOf": HUGE}},
+        {"json": {"allOf": [{"type": "integer", "multipleOf": 10_007}, {"multipleOf": 10_009}]}},
+        {"json": {"allOf": [{"multipleOf": 99_991}, {"anyOf": [{"minimum": low} for low in range(9)]}]}},
+        {"grammar": 'start: %json {"type": "integer", "\\u006dultipleOf": ' + str(HUGE) + "}"},
+    ],
+)
+def test_multiples_with_billions_of_remainders_are_refused_before_they_are_walked_through(asked: Any) -> None:
+    """The library would take hours and all memory for them, and everybody's next grammar waits for it."""
+    with pytest.raises(InvalidArgument, match="must have at most 250000 remainders of multipleOf in all its ranges"):
+        grammars().constraint(StructuredOutputsParams(**asked), STOPS)
+
+
+def test_usual_multiples() -> None:
+    money = {"type": "number", "multipleOf": 0.01, "minimum": 0}
+    schema = {"properties": {f"p{i}": money for i in range(100)} | {"s": {"multipleOf": 86400}}, "type": "object"}
+    assert takes(schema, '{"p1": 1.25, "s": 172800}') and not takes(schema, '{"p1": 1.255}')
 
 
 def test_engines_that_compile_at_the_same_time_leave_the_size_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
