@@ -22,7 +22,7 @@ from pagedec import errors
 from pagedec.config import EngineConfig
 from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, asks_draws_alone
 from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
-from pagedec.errors import InvariantError, WorkerLost
+from pagedec.errors import InvalidArgument, InvariantError, WorkerLost
 from pagedec.executor.channel import PIECE_SECONDS, Channel, Clock, Kind
 from pagedec.executor.failure import unpack_error
 from pagedec.runtime.geometry import Geometry
@@ -101,9 +101,10 @@ class WorkerGroup:
             for rank in range(len(self.workers)):
                 self._send(rank, Kind.LOAD, json.dumps({**order, "rank": rank}).encode())
             ready = self._loaded(check)
-            for category, message in ready[0]["warnings"]:  # one may be an error here
+            for category, message in _warnings_of(ready):  # one may be an error here
                 kind = getattr(errors, category, getattr(builtins, category, UserWarning))
                 warnings.warn(message, kind, stacklevel=7)
+            geometry = _geometry_of(ready, config)
         except StepRefused as refusal:
             self.kill()
             raise refusal.error from None
@@ -112,7 +113,6 @@ class WorkerGroup:
             raise
         self._step_timeout = config.parallel.step_timeout
         self._bear_silence(min(SILENT_SECONDS, self._step_timeout))
-        geometry = Geometry.from_json(ready[0]["geometry"])
         self._holds = geometry.overlaps and config.scheduler.async_scheduling is not False
         return geometry
 
@@ -316,3 +316,24 @@ class WorkerGroup:
 
     def _lost(self, rank: int) -> WorkerLost:
         return WorkerLost(self.workers[rank].pid, self.workers[rank].end())
+
+
+def _warnings_of(ready: Mapping[int, Any]) -> list[tuple[str, str]]:
+    """What the first rank warns of, and others of a kind that none before has: each machine has a memory of its own."""
+    found: list[tuple[str, str]] = []
+    for rank in range(len(ready)):
+        known = {category for category, _ in found}
+        found += [(category, message) for category, message in ready[rank]["warnings"] if category not in known]
+    return found
+
+
+def _geometry_of(ready: Mapping[int, Any], config: EngineConfig) -> Geometry:
+    """The first rank's. Raises InvalidArgument where another has a part of another model: each reads its own files,
+    and on another machine these may be older."""
+    first, *others = (Geometry.from_json(ready[rank]["geometry"]) for rank in range(len(ready)))
+    for rank, other in enumerate(others, 1):
+        if other.model != first.model:
+            limit = "must have the same configuration, weights and vocabulary at all ranks: "
+            limit += f"of rank 0 their digest is {first.model}, of rank {rank} {other.model}"
+            raise InvalidArgument("model", config.model.model, limit)
+    return first

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pagedec.config import EngineConfig
-from pagedec.errors import WorkerLost, WorkersGone
+from pagedec.errors import InvalidArgument, WorkerLost, WorkersGone
 from pagedec.executor import group as group_module
 from pagedec.executor import remote
 from pagedec.executor.channel import Channel, Kind
@@ -68,10 +68,10 @@ class Played:
         self.channel.close()
 
 
-def loads(geometry: Geometry = GEOMETRY) -> Callable[[Channel], None]:
+def loads(geometry: Geometry = GEOMETRY, *told: tuple[str, str]) -> Callable[[Channel], None]:
     def play(end: Channel) -> None:
         while end.receive()[0] == Kind.LOAD:
-            end.send(Kind.READY, json.dumps({"geometry": geometry.to_json(), "warnings": []}).encode())
+            end.send(Kind.READY, json.dumps({"geometry": geometry.to_json(), "warnings": told}).encode())
 
     return play
 
@@ -114,6 +114,24 @@ def test_one_that_loads_for_long_is_waited_for() -> None:
     """And so is one that has loaded long before."""
     workers = [Played(is_slow), Played(loads())]
     assert WorkerGroup(workers).load(CONFIG) == GEOMETRY
+
+
+def test_ranks_with_parts_of_two_models() -> None:
+    """On a machine whose copy is older, say: what they said together was no model's, and nobody was told."""
+    workers = [Played(loads()), Played(loads()), Played(loads(replace(GEOMETRY, model="older")))]
+    with pytest.raises(
+        InvalidArgument, match="model is 'none': must have the same .* of rank 0 .* model, of rank 2 older"
+    ):
+        WorkerGroup(workers).load(CONFIG)
+    assert all(worker.is_gone for worker in workers)
+
+
+def test_a_rank_that_warns_of_its_own_machine() -> None:
+    weights, links = ("WeightsWarning", "too large for this one"), ("LinkWarning", "on the host")
+    workers = [Played(loads(GEOMETRY, links)), Played(loads(GEOMETRY, ("LinkWarning", "on the host, too"), weights))]
+    with pytest.warns() as seen:
+        WorkerGroup(workers).load(CONFIG)
+    assert [(each.category.__name__, str(each.message)) for each in seen] == [links, weights]
 
 
 # ------------------------------------------------------------------------------------------------ those that come after
