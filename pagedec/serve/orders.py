@@ -31,6 +31,13 @@ from pagedec.serve.server_config import ServerConfig
 from pagedec.structured import AllowedSequences, StructuredOutputsParams
 from pagedec.v1 import parameters_pb2, prompt_pb2
 
+ORDER = {
+    name: place
+    for place, name in enumerate(
+        ("id", "type", "function", "name", "description", "parameters", "arguments", "properties", "required")
+    )
+}
+"""Of a table's names, those that come first, as tools and their calls are usually written; others by the alphabet."""
 TOLD = ("output_kind", "stream_interval")
 """Parameters that say how outputs come, which the RPC says."""
 UNSAID = "num_answers"
@@ -168,7 +175,8 @@ def read_ids(ids: Sequence[int], field: str, limits: Limits) -> list[int]:
 def read_message(message: prompt_pb2.ChatMessage, field: str) -> dict[str, Any]:
     """One message of a conversation. Raises `InvalidArgument`."""
     content = {"content": message.content} if message.HasField("content") else {}
-    return {**as_table(message.fields, f"{field}.fields"), "role": message.role, **content}
+    own = {"role": message.role, **content}
+    return {**own, **as_table(message.fields, f"{field}.fields"), **own}
 
 
 def read_chat(chat: prompt_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -184,8 +192,9 @@ def read_chat(chat: prompt_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, An
 
 
 def as_table(struct: Struct, field: str) -> dict[str, Any]:
-    """A Struct as a table; its numbers are whole where they have no fraction, since JSON tells no difference. Raises
-    `InvalidArgument` for numbers that JSON does not have."""
+    """A Struct as a table; its numbers are whole where they have no fraction, since JSON tells no difference, and its
+    names in the one order of `ORDER`: a Struct has none, and what it is read in is another one in each process, so that
+    templates would write another prompt. Raises `InvalidArgument` for numbers that JSON does not have."""
     try:
         found: dict[str, Any] = _whole(json_format.MessageToDict(struct))
     except ValueError:  # the one thing that a Struct may hold and JSON may not
@@ -201,7 +210,9 @@ def width_of(params: RequestParams) -> int:
 # ---- inside
 def _whole(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _whole(own) for name, own in value.items()}
+        return {
+            name: _whole(value[name]) for name in sorted(value, key=lambda name: (ORDER.get(name, len(ORDER)), name))
+        }
     if isinstance(value, list):
         return [_whole(own) for own in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,11 @@ import grpc
 import pytest
 
 from pagedec import LLM, BeamSearchParams
+from pagedec.client.asking import as_chat
 from pagedec.serve.access import Client
 from pagedec.serve.calls import RPC, Rpc
 from pagedec.serve.generation_service import GenerationService
+from pagedec.serve.orders import read_chat
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
 from pagedec.v1 import parameters_pb2 as pp
@@ -24,6 +27,27 @@ from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prom
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
 LARGE = {"num_blocks": 1024, "max_model_len": 16384}
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "What the weather is like.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "string", "description": name} for name in ("day", "hour", "place", "unit")},
+            "required": ["place"],
+        },
+    },
+}
+CALLS = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"day": 1, "unit": "F"}}}
+    ],
+}
 
 
 def ask(serving: Serving, own: pp.Parameters, **fields: Any) -> pb.GenerateResponse:
@@ -258,3 +282,16 @@ def test_the_model_s_services(text_server: Serving) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             call()
         assert reason(caught.value) == "MODEL_NOT_FOUND"
+
+
+def test_tools_are_written_in_one_order_that_is_the_usual_one() -> None:
+    """The messages' tables have none: in each process, and so on each replica, the prompt was another one."""
+    chat = as_chat(
+        [{"role": "user", "content": "Hi"}, CALLS], tools=[TOOL], template_kwargs={"b": 1, "a": {"z": 1, "c": 2}}
+    )
+    for _ in range(3):
+        chat = prompt_pb2.Chat.FromString(chat.SerializeToString())
+        messages, options = read_chat(chat)
+        assert json.dumps(options["tools"]) == json.dumps([TOOL])
+        assert json.dumps(messages[1]) == json.dumps(CALLS)
+        assert json.dumps(options["template_kwargs"]) == '{"a": {"c": 2, "z": 1}, "b": 1}'
