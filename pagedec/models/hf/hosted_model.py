@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -146,7 +147,7 @@ class _Forward:
 
     def __init__(self, read_out: _ReadOut, attention: _PagedAttention, cache: CacheTensors, num_threads: int) -> None:
         self._read_out, self._attention, self._cache = read_out, attention, cache
-        self._num_threads = num_threads
+        self._num_threads, self._process = num_threads, os.getpid()
         self._buffers = attention.buffers
 
     @torch.inference_mode()
@@ -173,7 +174,9 @@ class _Forward:
         if not again:
             written = slots >= 0
             self._cache.tokens[slots[written].long()] = ids[written]
-        with _threads(self._num_threads), answering(self._attention):
+        # a fork has one thread of all, and OpenMP would wait for the others for ever: kernels see to it themselves
+        num_threads = self._num_threads if os.getpid() == self._process else 1
+        with _threads(num_threads), answering(self._attention):
             return self._read_out.run(ids, b.positions[:n], rows, again)
 
 
