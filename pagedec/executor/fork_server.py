@@ -64,6 +64,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=None if _has_errors() else subprocess.DEVNULL,
                 env=worker_environment(),
+                cwd=None if _directory() else "/",  # torch's own libraries need one that is there
             )
         except BaseException:
             self._control.close()

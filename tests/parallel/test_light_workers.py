@@ -147,3 +147,12 @@ def test_a_program_whose_whole_group_is_told_to_end() -> None:
         "for each in one, two: each.channel.close(); print(each.end())\n"
     )
     assert output(program) == ["True False", *["has ended with status 0"] * 2]
+
+
+def test_a_directory_that_was_removed() -> None:
+    """Below a server that goes on, as an old release's is: torch could not be imported there, so no worker came back."""
+    program = (
+        "import tempfile; place = tempfile.mkdtemp(); os.chdir(place); os.rmdir(place); one = worker()\n"
+        "print(os.readlink(f'/proc/{one.pid}/cwd'))\n"
+    )
+    assert output(program) == ["/"]
