@@ -150,7 +150,7 @@ def test_a_program_whose_whole_group_is_told_to_end() -> None:
 
 
 def test_a_directory_that_was_removed() -> None:
-    """Below a server that goes on, as an old release's is: torch could not be imported there, so no worker came back."""
+    """Of a server that goes on, as an old release's: torch could not be imported there, and no worker came back."""
     program = (
         "import tempfile; place = tempfile.mkdtemp(); os.chdir(place); os.rmdir(place); one = worker()\n"
         "print(os.readlink(f'/proc/{one.pid}/cwd'))\n"
