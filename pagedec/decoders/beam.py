@@ -67,11 +67,13 @@ class Beam(Decoder):
     def __init__(self, params: BeamSearchParams, context: DecoderContext) -> None:
         self.params, self.context = params, context
         self.width, self.group_width = params.beam_width, params.beam_width // params.num_beam_groups
-        self.processes_logprobs = self.width > 1  # one beam is no beam search in Hugging Face: rules change logits
+        # one beam is no beam search in Hugging Face: rules change logits, it ends with its first end, and has one token
+        is_search = self.processes_logprobs = self.width > 1
         self.span = context.max_length - context.prompt_length
         semantics = "4.38" if params.num_beam_groups > 1 else params.hf_semantics
         self.v5 = semantics == "5"
-        scoring = Scoring(params.length_penalty, params.early_stopping, self.span, semantics)
+        early_stopping = params.early_stopping if is_search else True
+        scoring = Scoring(params.length_penalty, early_stopping, self.span, semantics)
         self.groups = [Group(i, Pool(self.group_width, scoring)) for i in range(params.num_beam_groups)]
         self.closers = Closers(context.stopping, context.vocab_size)
         ends = (*context.eos_token_ids, *context.stopping.ends)
@@ -95,15 +97,15 @@ class Beam(Decoder):
         """How many candidates a group looks at (`num`), and what is asked for: more where some may be displaced, or
         may end where nothing told so before."""
         params, stopping, width = self.params, self.context.stopping, self.group_width
-        per_beam = max(2, 1 + len(stopping.ends))
-        self.num = (2 if params.do_sample and not self.v5 else per_beam) * width
+        per_beam = max(2, 1 + len(stopping.ends)) if self.width > 1 else 1
+        self.num = (min(2, per_beam) if params.do_sample and not self.v5 else per_beam) * width
         spare = 0 if stopping.strings is None else len(stopping.strings.strings) * width
         if params.diversity_penalty:
             spare += (self.width - width) * width  # so many candidates may be of tokens that others have chosen
         sampler = None
         if params.do_sample:
             sampler = Sampler(params.temperature or 1.0, params.top_k, params.top_p, params.min_p, params.seed or 0)
-        keep = per_beam if params.do_sample and self.width > 1 else 1
+        keep = per_beam if params.do_sample else 1
         self.ask = Best(self.num + spare, sampler, min_tokens_to_keep=keep)
         self.asks = [(replace(self.ask, group=group.number),) for group in self.groups]
 

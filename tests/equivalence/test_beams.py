@@ -81,22 +81,34 @@ def test_a_search_is_the_same_in_any_company(engine: Make, half: int) -> None:
 
 
 @pytest.mark.sampled(10, alike=["kind"])
-@pytest.mark.parametrize("early_stopping", [True, False])
-def test_one_beam_is_greedy(engine: Make, early_stopping: bool) -> None:
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_one_beam_is_greedy(engine: Make, early_stopping: bool | str) -> None:
     own = engine()
     for i, text in enumerate(prompts(3, 8, 50, seed=43)):
         given: dict[str, Any] = {"max_tokens": 12, "logprobs": 3, "min_tokens": 3 * (i % 2)}
         if i > 0:  # they change logits, while those of more beams change log-probabilities
             given |= {"repetition_penalty": 0.7 + i / 2, "logit_bias": {7: 2.0}, "no_repeat_ngram_size": 2}
-        semantics = ("5", "4.38")[i % 2]
-        beam = BeamSearchParams(
-            beam_width=1, early_stopping=early_stopping, length_penalty=i - 1.0, hf_semantics=semantics, **given
-        )
+        if i == 2:  # it ends there, whatever more tokens could reach
+            greedy = Case("greedy", text, SamplingParams(temperature=0, **given))
+            given["stop_token_ids"] = (run(own, [greedy]).tokens["greedy"][0][3],)
+        given_beam = given | {"hf_semantics": ("5", "4.38")[i % 2], "length_penalty": (-1.0, 0.0, 2.0)[i]}
+        beam = BeamSearchParams(beam_width=1, early_stopping=early_stopping, **given_beam)
         found = run(
             own, [Case("beam", text, beam), Case("greedy", text, SamplingParams(temperature=0, **given))]
         ).finished
         [got], [want] = found["beam"].answers, found["greedy"].answers
         assert replace(got, score=want.score, ancestry=None) == want
+
+
+@pytest.mark.parametrize("semantics", ["5", "4.38"])
+def test_one_beam_that_is_drawn_is_the_first_one(semantics: str) -> None:
+    """Not the likeliest of several: its first token is what sampling draws with the same noise."""
+    own, [text] = make_engine("tiny", num_blocks=64), prompts(1, 8, 8, seed=43)
+    beam = BeamSearchParams(beam_width=1, do_sample=True, max_tokens=1, hf_semantics=semantics)
+    seeds = range(24)
+    drawn = run(own, [Case(f"{seed}", text, replace(beam, seed=seed)) for seed in seeds]).tokens
+    sampled = [Case(f"{seed}", text, SamplingParams(temperature=1, max_tokens=1, seed=seed)) for seed in seeds]
+    assert drawn == run(own, sampled).tokens
 
 
 def test_what_was_told_as_settled_begins_every_answer() -> None:
