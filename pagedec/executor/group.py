@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -328,12 +328,15 @@ def _warnings_of(ready: Mapping[int, Any]) -> list[tuple[str, str]]:
 
 
 def _geometry_of(ready: Mapping[int, Any], config: EngineConfig) -> Geometry:
-    """The first rank's. Raises InvalidArgument where another has a part of another model: each reads its own files,
-    and on another machine these may be older."""
+    """The first rank's; where others compute in another way, their bits have a part in the group's. Raises
+    InvalidArgument where one has a part of another model: each reads its own files, and on another machine these may be
+    older."""
     first, *others = (Geometry.from_json(ready[rank]["geometry"]) for rank in range(len(ready)))
     for rank, other in enumerate(others, 1):
         if other.model != first.model:
             limit = "must have the same configuration, weights and vocabulary at all ranks: "
             limit += f"of rank 0 their digest is {first.model}, of rank {rank} {other.model}"
             raise InvalidArgument("model", config.model.model, limit)
+    if any(other.numerics != first.numerics for other in others):
+        return replace(first, numerics="+".join(each.numerics for each in (first, *others)))
     return first

@@ -126,6 +126,12 @@ def test_ranks_with_parts_of_two_models() -> None:
     assert all(worker.is_gone for worker in workers)
 
 
+def test_ranks_that_compute_in_two_ways() -> None:
+    """Of two builds, or on devices of two generations: the group's bits are not those of the first rank's kind."""
+    workers = [Played(loads()), Played(loads(replace(GEOMETRY, numerics="others")))]
+    assert WorkerGroup(workers).load(CONFIG) == replace(GEOMETRY, numerics="numerics+others")
+
+
 def test_a_rank_that_warns_of_its_own_machine() -> None:
     weights, links = ("WeightsWarning", "too large for this one"), ("LinkWarning", "on the host")
     workers = [Played(loads(GEOMETRY, links)), Played(loads(GEOMETRY, ("LinkWarning", "on the host, too"), weights))]
