@@ -89,6 +89,8 @@ FROM_THE_RIGHT = {"rfind", "rindex", "rpartition", "rsplit", "lstrip", "rstrip",
 """Methods that may compare every character of a text with every one of another: Python searches fast from the left
 alone."""
 COMPARED_PER_STEP = 1000
+BITS_PER_STEP = 1 << 20
+"""Pairs of bits, of two whole numbers that are multiplied or divided."""
 RUNS = {"urlize": 20, "wordwrap": 10_000}
 """Filters that look at all of a word, or of the space between two, for each of its characters, or copy it; so many
 characters in a step."""
@@ -148,6 +150,7 @@ def _check_filter(name: str, arguments: Sequence[Any], named: Mapping[str, Any])
     longest = max([longest, *(other for other in others if isinstance(other, int))])
     if name in COUNTED:
         check_counts(*others)
+        spend(sum(abs(other) // COMPARED_PER_STEP for other in others if isinstance(other, int)))
     if name in BY_ITEM and hasattr(value, "__len__"):
         spend(4 * len(value))
     if name == "sum" and any(isinstance(other, (list, tuple)) for other in others):
@@ -298,7 +301,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox in which templates come to an end: compile and render inside `spending`, which may raise
     `Exhausted`."""
 
-    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%", "//"})
     concat = staticmethod(joined)
 
     def __init__(self, **options: Any) -> None:
@@ -326,9 +329,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(charged, *arguments, **named)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            check_bits(left.bit_length() * abs(right))
-        elif operator == "*":
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length(), right.bit_length()
+            if operator == "**":
+                check_bits(bits[0] * abs(right))
+                bits = (bits[0] * abs(right),) * 2
+            spend(bits[0] * bits[1] // BITS_PER_STEP)
+        if operator == "*":
             _check_product(left, right)
         elif operator == "%":
             _check_format(left, right if isinstance(right, tuple) else (right,))

@@ -124,7 +124,7 @@ def check_bits(bits: int) -> None:
 
 def made(value: Any) -> Any:
     """A new value: bounded, and charged for its characters. What gives items one by one is charged as it does."""
-    if isinstance(value, str):
+    if isinstance(value, (str, bytes)):
         bound(len(value))
         spend(1 + len(value) // PER_STEP)
         return value

@@ -78,6 +78,8 @@ STEPS = {
     "long keys, looked up": LONG + often("{% set y = {}.get(long) %}"),
     "long keys of tables": LONG + often("{% set y = {long: 1} %}"),
     "long attributes": LONG + "{{ ([{}] * 99999)|map(attribute=long)|list }}",
+    "long numbers": "{% set x = 2 ** 8000 - 1 %}" + often("{% set y = x * x // (x - 1) %}"),
+    "bytes of numbers": often("{% set y = (1).to_bytes(1000000, 'big') %}"),
     "many arguments": "{% macro m() %}{{ varargs|length }}{% endmacro %}" + LONG + often("{{ m(*long) }}"),
     "free turns": often("{% for j in [many]|map('_turns', 0)|first %}{% endfor %}"),
 }
