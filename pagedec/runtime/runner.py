@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,7 @@ class LaneRunner:
         num_offload_blocks: int = 0,
     ) -> None:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
+        self._process = os.getpid()
         self._offload = OffloadedBlocks(cache, num_offload_blocks, self.backend) if num_offload_blocks else None
         known = model.arch.vocab_size
         self.num_drawn = known if vocab_size is None else min(known, vocab_size)
@@ -85,6 +87,8 @@ class LaneRunner:
     def prepare(self, forward: LaneForward) -> None:
         """What must precede every read and write of the step: blocks go to the host and come back, fresh ones are
         poisoned in debug builds, then the copies in order."""
+        if os.getpid() != self._process and torch.get_num_threads() > 1:  # a fork has but this one: torch would wait
+            torch.set_num_threads(1)
         if self._offload is not None and len(forward.offload_blocks):
             self._offload.move(forward.offload_blocks, forward.offload_places)
         if self.debug and len(forward.fresh):

@@ -326,15 +326,24 @@ def test_engines_of_one_process_have_their_own_numbers_of_threads(checkpoints: C
     assert seen == [1, 3, 2] and torch.get_num_threads() == before
 
 
-def test_a_fork_of_the_process_goes_on(checkpoints: Checkpoints) -> None:
-    """With torch's threads gone, for which it would wait: there are rows enough for several."""
-    llm = make_llm(checkpoints("olmo2").path, num_threads=2, max_num_batched_tokens=1024, enable_prefix_caching=False)
-    params = SamplingParams(temperature=0, max_tokens=2)
+@pytest.mark.parametrize(("family", "kernels"), [("olmo2", "auto"), ("llama", "reference")])
+def test_a_fork_of_the_process_goes_on(family: str, kernels: str, tmp_path: Path) -> None:
+    """Without torch's threads, for which it would wait: there are rows enough for several. Also where a native model's
+    kernels are torch."""
+    tiny_model(tiny_config(family)).save_pretrained(tmp_path)
+    many = {"max_num_batched_tokens": 1024, "enable_prefix_caching": False}
+    llm = make_llm(tmp_path, num_threads=2, attention_backend=kernels, **many)
+    params = SamplingParams(temperature=0, max_tokens=1)
 
     def answers() -> list[list[int]]:
-        outputs = llm.generate([[i, *range(3, 127)] * 2 for i in range(3, 7)], params, use_tqdm=False)
+        outputs = llm.generate([[i, *range(3, 127)] * 2 for i in (3, 4)], params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
     want = answers()
-    assert forked(lambda: print(answers() == want), 30) == (0, "True\n")
+
+    def child() -> None:
+        torch.set_num_threads(2)  # as it is where nobody has taken care
+        print(answers() == want)
+
+    assert forked(child, 30) == (0, "True\n")
     llm.close()
