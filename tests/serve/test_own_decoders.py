@@ -58,7 +58,7 @@ def test_a_decoder_by_its_name(serve: Serve, llm: LLM, race: str) -> None:
                 own.generate(made(width=3, stride=4, max_tokens=16, seed=5, logprobs=1))
             )
             assert far.token_ids == own.token_ids
-        with pytest.raises(NotFound, match='^decoder "nobody\'s" does not exist; known are beam .BeamSearchParams., '):
+        with pytest.raises(NotFound, match='^decoder "nobody\'s" does not exist; known are beam, sampling, '):
             client.generate(PROMPT, CustomParams(decoder="nobody's", max_tokens=2))  # cut where other tests have many
         with pytest.raises(InvalidArgument, match="^parameters.widht is 3: not a field of .*; known are "):
             client.generate(PROMPT, CustomParams(decoder="served race", parameters={"widht": 3}, max_tokens=2))
