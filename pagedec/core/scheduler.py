@@ -254,7 +254,7 @@ class Scheduler:
         plan = self._make_plan(None, costs, step_time, is_ahead=True)
         if plan.forwards:
             return plan
-        self.plans.pop()
+        self.step = self.plans.pop().step - 1  # who had a row in the step that is out had one in the step before
         return None
 
     def _make_plan(

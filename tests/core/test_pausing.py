@@ -200,3 +200,16 @@ def test_no_token_depends_on_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(own, "engine", timed)
     own.compare(own.cases, limits(rng.choice([24, 60]), max_num_batched_tokens=rng.choice([24, 60])), rng)
     assert num_times > 5
+
+
+def test_a_plan_ahead_of_nothing_is_no_step() -> None:
+    """Behind it those still write who had a row in the step that was out."""
+    steps = Steps(50)
+    scheduler, runner = steps.engine.scheduler, steps.engine.runner
+    steps.add("a", 3, max_tokens=2)
+    steps.make()
+    out = scheduler.plan(None, None, steps.step_time)
+    assert scheduler.plan_ahead(None, steps.step_time) is None  # it ends with its token
+    steps.add("b", 5)
+    scheduler.settle(out, runner.execute(out))
+    assert steps.make().step == out.step + 1
