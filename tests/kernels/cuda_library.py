@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagedec.kernels.library import CUDA, DEVICES, EMULATED_DEVICE, Library, library_directories, load
+from pagedec.kernels.library import CUDA, DEVICES, EMULATED_DEVICE, Context, Library, library_directories, load
 from tests.kernels import host_memory
 
 MODULES = {"test_norm", "test_argmax", "test_soft_cap", "test_embed", "test_parts", "test_rope", "test_kv_copy"}
@@ -93,6 +93,13 @@ def cases(is_long: bool = False) -> list[Any]:
 def device_cases() -> list[Any]:
     """The real device alone, where its library is built."""
     return [case for case in cases() if case.values[0] == CUDA]
+
+
+def and_device(case: str, contexts: list[Context]) -> list[Context]:
+    """A processor's and the emulated device's; or, of the case that `device_cases` gives, the real one's alone."""
+    if case == CUDA:
+        return [open_library(CUDA).context()]
+    return [*contexts, open_library(EMULATED_DEVICE).context()] if path() is not None else contexts
 
 
 def cases_of(module: str, name: str) -> list[Any]:

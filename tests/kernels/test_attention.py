@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import CUDA, EMULATED_DEVICE, Context, KvKind
+from pagedec.kernels.library import EMULATED_DEVICE, Context, KvKind
 from tests.kernels import cuda_library
 from tests.kernels.attention_cases import NUMBERS, Branch, Cache, Numbers, random_tree, reference, run
 
@@ -18,11 +18,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 
 @pytest.fixture(scope="session", params=["cpu", *cuda_library.device_cases()])
 def contexts(request: pytest.FixtureRequest, contexts: list[Context]) -> list[Context]:
-    """And the emulated CUDA device; or a real one."""
-    if request.param == CUDA:
-        return [cuda_library.open_library(CUDA).context()]
-    is_there = cuda_library.path() is not None
-    return [*contexts, cuda_library.open_library(EMULATED_DEVICE).context()] if is_there else contexts
+    return cuda_library.and_device(request.param, contexts)
 
 
 def check(

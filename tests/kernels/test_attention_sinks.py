@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import CUDA, EMULATED_DEVICE, Context, KvKind
+from pagedec.kernels.library import EMULATED_DEVICE, Context, KvKind
 from tests.kernels import cuda_library
 from tests.kernels.attention_cases import (
     NUMBERS,
@@ -26,11 +26,7 @@ HEADS = 6
 
 @pytest.fixture(scope="session", params=["cpu", *cuda_library.device_cases()])
 def contexts(request: pytest.FixtureRequest, contexts: list[Context]) -> list[Context]:
-    """And the emulated CUDA device; or a real one."""
-    if request.param == CUDA:
-        return [cuda_library.open_library(CUDA).context()]
-    is_there = cuda_library.path() is not None
-    return [*contexts, cuda_library.open_library(EMULATED_DEVICE).context()] if is_there else contexts
+    return cuda_library.and_device(request.param, contexts)
 
 
 def crowd(numbers: Numbers, head_dim: int = 48, window: int = 0) -> tuple[Cache, list[Branch], torch.Tensor]:
@@ -84,3 +80,19 @@ def test_sinks_far_below_change_no_bit_and_far_above_take_all(contexts: list[Con
         want = run(context, cache, branches, q)
         assert same_bits(run(context, cache, branches, q, sinks=torch.full([HEADS], -1e30)), want)
         assert not run(context, cache, branches, q, sinks=torch.full([HEADS], 1e30)).any()
+
+
+@pytest.mark.parametrize("numbers", NUMBERS[:2], ids=str)
+def test_neighbours_of_nothing_but_nan_change_no_bit(contexts: list[Context], numbers: Numbers) -> None:
+    """Branches that share the prompt with them, or the step alone, whose queries and own tokens are NaN."""
+    cache, branches, q = crowd(numbers)
+    wild, alone = cache.fork(branches[0], 64, 1050, 3), cache.branch(600, 2)
+    for branch, first in ((wild, 1024), (alone, 0)):
+        sizes = (branch.kv_len - first, 2, 48)
+        nothing = torch.full(sizes, torch.nan)
+        cache.write(branch.table, range(first, branch.kv_len), nothing, nothing)
+    crowded = torch.cat([q, torch.full((5, HEADS, 48), torch.nan, dtype=q.dtype)])
+    for context in contexts:
+        want = run(context, cache, branches, q, sinks=SINKS)
+        got = run(context, cache, [*branches, wild, alone], crowded, threads=3, sinks=SINKS)
+        assert same_bits(got[: len(q)], want) and not got[len(q) :].isfinite().any()
