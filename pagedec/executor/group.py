@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -132,8 +132,10 @@ class WorkerGroup:
             for rank in self._readable():
                 kind, payload = self._next(rank)
                 heard[rank] = clock.now()
-                if kind in (Kind.FAILED, Kind.BROKEN):
+                if kind == Kind.FAILED:
                     raise StepRefused(unpack_error(payload))
+                if kind == Kind.BROKEN:
+                    self._break(rank, payload)
                 if kind == Kind.READY:
                     ready[rank] = json.loads(bytes(payload))
                 elif kind == Kind.TOLD:
@@ -240,7 +242,7 @@ class WorkerGroup:
                 self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
                 self._posted.add(rank)
         except EOFError as error:
-            raise self._lost(rank) from error
+            self._lose(rank, error)
 
     def _flush(self, rank: int, is_waited_for: bool = True) -> None:
         """Send what was posted, `is_waited_for` all of it."""
@@ -250,7 +252,7 @@ class WorkerGroup:
                 self._selector.modify(channel, selectors.EVENT_READ, rank)
                 self._posted.discard(rank)
         except EOFError as error:
-            raise self._lost(rank) from error
+            self._lose(rank, error)
         except TimeoutError as error:
             raise self._given_up(rank, self._silent) from error
 
@@ -258,7 +260,7 @@ class WorkerGroup:
         try:
             self.workers[rank].channel.send(kind, payload)
         except EOFError as error:
-            raise self._lost(rank) from error
+            self._lose(rank, error)
         except TimeoutError as error:
             raise self._given_up(rank, self._silent) from error
 
@@ -279,9 +281,7 @@ class WorkerGroup:
                 if found == Kind.FAILED:
                     raise StepRefused(unpack_error(payload))
                 if found == Kind.BROKEN:
-                    error = unpack_error(payload)
-                    problem = f"has failed as rank {rank}: {type(error).__name__}: {error}"
-                    raise WorkerLost(self.workers[rank].pid, problem) from error
+                    self._break(rank, payload)
                 if found != kind or rank != 0:
                     raise InvariantError(f"{kind.name} was due; worker {rank} has sent {found.name}")
                 return payload
@@ -307,15 +307,26 @@ class WorkerGroup:
         try:
             return self.workers[rank].channel.receive()
         except EOFError as error:
-            raise self._lost(rank) from error
+            self._lose(rank, error)
         except TimeoutError as error:
             raise self._given_up(rank, self._silent) from error
 
     def _given_up(self, rank: int, seconds: float) -> WorkerLost:
         return WorkerLost(self.workers[rank].pid, f"has not answered for {seconds:g} s, and was killed")
 
-    def _lost(self, rank: int) -> WorkerLost:
-        return WorkerLost(self.workers[rank].pid, self.workers[rank].end())
+    def _lose(self, rank: int, gone: EOFError) -> NoReturn:
+        """What a worker said last, which nobody may have read before it took no more, tells more than how it ended."""
+        with suppress(EOFError, TimeoutError):
+            while True:
+                kind, payload = self.workers[rank].channel.receive()
+                if kind == Kind.BROKEN:
+                    self._break(rank, payload)
+        raise WorkerLost(self.workers[rank].pid, self.workers[rank].end()) from gone
+
+    def _break(self, rank: int, told: memoryview) -> NoReturn:
+        error = unpack_error(told)
+        problem = f"has failed as rank {rank}: {type(error).__name__}: {error}"
+        raise WorkerLost(self.workers[rank].pid, problem) from error
 
 
 def _warnings_of(ready: Mapping[int, Any]) -> list[tuple[str, str]]:

@@ -299,15 +299,23 @@ def test_errors_say_where_in_the_worker_they_come_from(crowded: LLM) -> None:
     crowded.engine.scheduler.forget_kv()  # blocks were written that it did not know of
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
 def test_what_breaks_a_worker_is_told_by_the_engine_alone(
-    crowded: LLM, expected: list[Tokens], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    crowded: LLM,
+    expected: list[Tokens],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    has_ended: bool,
 ) -> None:
-    """In a line of its log, which may be JSON: no traceback stands between."""
+    """In a line of its log, which may be JSON: no traceback stands between. Also where it takes no step any more."""
     executor = executor_of(crowded)
     os.kill(executor.pid, signal.SIGKILL)
     wait_for(lambda: executor.problem is not None)
     executor.mend()  # what that one writes is caught here
-    executor._group.workers[0].channel.send(Kind.TOLD, b"")
+    (worker,) = executor._group.workers
+    worker.channel.send(Kind.TOLD, b"")
+    if has_ended:
+        wait_for(worker.has_ended)
     assert right_answers(crowded) == expected
     assert "has failed as rank 0: InvariantError: a configuration or a step was due" in caplog.text
     assert capfd.readouterr().err == ""
@@ -329,6 +337,19 @@ def test_warnings_of_loading_are_given_here() -> None:
         executor.stop()
     told = [(w.category, str(w.message)) for w in caught]
     assert told == [(WeightsWarning, "made up"), (FutureWarning, "of a package")]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_worker_that_breaks_before_it_loads_says_why(has_ended: bool) -> None:
+    """Whether it is told to before it ends, or could not be any more."""
+    group = start_group(1, "pagedec.runtime.loading:no_such_function")
+    if has_ended:
+        wait_for(group.workers[0].has_ended)
+    with pytest.raises(
+        WorkerLost, match="has failed as rank 0: AttributeError: .*no attribute 'no_such_function'"
+    ) as it:
+        group.load(_config())
+    assert isinstance(it.value.__cause__, AttributeError) and group.workers[0].has_ended()
 
 
 @pytest.fixture
