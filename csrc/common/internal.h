@@ -50,12 +50,16 @@ int check_join_parts(const pd_join_parts_args &);
 int check_meet(const pd_meet_args &);
 int check_all_gather(const pd_all_gather_args &);
 int check_gather(const pd_gather_args &);
+int check_route(const pd_route_args &);
+int check_experts(const pd_experts_args &);
+int check_combine(const pd_combine_args &);
 int check_probe_read(const pd_context *, const void *data, int64_t bytes, int32_t repeats);
 int check_probe_dot(const pd_context *, int32_t dtype, double seconds);
 int check_gumbel(const pd_context *, int32_t first_token, int32_t num_tokens, const float *out);
 
 // What a kernel needs of the context's workspace when that many threads, or fewer, carry it out.
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
+int64_t experts_workspace_bytes(const pd_context &, const pd_experts_args &, int num_threads);
 int64_t attention_workspace_bytes(const pd_attention_args &, int num_threads);
 
 // x of a linear layer with weights in int8 or blocks is quantised into the workspace: by the threads together, with a
@@ -63,6 +67,11 @@ int64_t attention_workspace_bytes(const pd_attention_args &, int num_threads);
 // inside gemm_part.
 bool gemm_quantize_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void gemm_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
+void experts_part(const pd_context &, const pd_experts_args &, int thread, int num_threads);
+// All threads are through with the first before one begins the second.
+void route_rows_part(const pd_route_args &, int thread, int num_threads);
+void route_part(const pd_route_args &, int thread, int num_threads);
+void combine_part(const pd_combine_args &, int thread, int num_threads);
 void embed_part(const pd_embed_args &, int thread, int num_threads);
 void rms_norm_part(const pd_rms_norm_args &, int thread, int num_threads);
 void layer_norm_part(const pd_layer_norm_args &, int thread, int num_threads);

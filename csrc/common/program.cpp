@@ -39,7 +39,10 @@ int check(const pd_op &op) {
     case PD_OP_PICK_LOGITS: return check_pick_logits(*(const pd_pick_logits_args *)op.args);
     case PD_OP_ALL_GATHER: return check_all_gather(*(const pd_all_gather_args *)op.args);
     case PD_OP_GATHER: return check_gather(*(const pd_gather_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_GATHER);
+    case PD_OP_ROUTE: return check_route(*(const pd_route_args *)op.args);
+    case PD_OP_EXPERTS: return check_experts(*(const pd_experts_args *)op.args);
+    case PD_OP_COMBINE: return check_combine(*(const pd_combine_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_COMBINE);
   }
 }
 
@@ -64,6 +67,9 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_RESTRICT_LOGITS: return restrict_logits_part(*(const pd_restrict_logits_args *)op.args, t, n);
     case PD_OP_COPY_ROWS: return copy_rows_part(*(const pd_copy_rows_args *)op.args, t, n);
     case PD_OP_PICK_LOGITS: return pick_logits_part(*(const pd_pick_logits_args *)op.args, t, n);
+    case PD_OP_ROUTE: return route_part(*(const pd_route_args *)op.args, t, n);
+    case PD_OP_EXPERTS: return experts_part(c, *(const pd_experts_args *)op.args, t, n);
+    case PD_OP_COMBINE: return combine_part(*(const pd_combine_args *)op.args, t, n);
     case PD_OP_MEET: return;  // pd_run's own
     case PD_OP_ALL_GATHER:
     case PD_OP_GATHER: return;  // which no check lets through
@@ -74,7 +80,8 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
 bool first_part(pd_context &c, const pd_op &op, int t, int n) {
   if (op.kind == PD_OP_GEMM) return gemm_quantize_part(c, *(const pd_gemm_args *)op.args, t, n);
   if (op.kind == PD_OP_BEST) best_rows_part(c, *(const pd_best_args *)op.args, t, n);
-  return op.kind == PD_OP_BEST;
+  if (op.kind == PD_OP_ROUTE) route_rows_part(*(const pd_route_args *)op.args, t, n);
+  return op.kind == PD_OP_BEST || op.kind == PD_OP_ROUTE;
 }
 
 // OpenMP's barrier spins for milliseconds, or with a passive policy sleeps at once. A kernel takes tens of
@@ -130,6 +137,8 @@ int prepare(pd_context &c, const pd_op *ops, int64_t num_ops, int threads) {
     if (check(ops[i])) return -1;
     if (ops[i].kind == PD_OP_GEMM)
       linear = std::max(linear, gemm_workspace_bytes(c, *(const pd_gemm_args *)ops[i].args, threads));
+    if (ops[i].kind == PD_OP_EXPERTS)
+      linear = std::max(linear, experts_workspace_bytes(c, *(const pd_experts_args *)ops[i].args, threads));
     if (ops[i].kind == PD_OP_ATTENTION)
       attention = std::max(attention, attention_workspace_bytes(*(const pd_attention_args *)ops[i].args, threads));
   }
@@ -225,4 +234,7 @@ int pd_join_parts(pd_context *c, const pd_join_parts_args *a) { return single(c,
 int pd_meet(pd_context *c, const pd_meet_args *a) { return single(c, PD_OP_MEET, a); }
 int pd_all_gather(pd_context *c, const pd_all_gather_args *a) { return single(c, PD_OP_ALL_GATHER, a); }
 int pd_gather(pd_context *c, const pd_gather_args *a) { return single(c, PD_OP_GATHER, a); }
+int pd_route(pd_context *c, const pd_route_args *a) { return single(c, PD_OP_ROUTE, a); }
+int pd_experts(pd_context *c, const pd_experts_args *a) { return single(c, PD_OP_EXPERTS, a); }
+int pd_combine(pd_context *c, const pd_combine_args *a) { return single(c, PD_OP_COMBINE, a); }
 }

@@ -133,19 +133,23 @@ void run(Job &j) {
   }
 }
 
+void carry_out(Job job) {
+  if (HAS_AMX && job.amx) run_amx(job);
+  else run(job);
+}
+
 }  // namespace
 
 int64_t gemm_workspace_bytes(const pd_context &c, const pd_gemm_args &a, int num_threads) {
   if (a.quantization == PD_BLOCKS) return blocks_workspace_bytes(a, num_threads);
-  if (a.quantization != PD_INT8) return num_threads * (copy_bytes(a) + wide_bytes(a));
-  const Int8Row shape(a.k, c.vnni);
-  return std::max(int8_bytes(shape, *a.num_rows), num_threads * int8_bytes(shape, kept_rows(a, shape.bytes)));
+  if (a.quantization != PD_INT8) return num_threads * own_bytes(c, a);
+  return std::max(int8_bytes(Int8Row(a.k, c.vnni), *a.num_rows), num_threads * own_bytes(c, a));
 }
 
 bool gemm_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   if (a.quantization == PD_BLOCKS) return blocks_quantize_part(c, a, thread, num_threads);
   if (a.quantization != PD_INT8 || *a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
-  const Job j = make_job(c, a, thread, num_threads);
+  const Job j = make_job(c, a, share_of(c, a, thread, num_threads));
   // this thread's share of its group's rows: it finds those that it wrote in its own cache
   const int64_t rows = j.row_end - j.row_begin,
                 columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
@@ -160,11 +164,27 @@ void gemm_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_t
   if (a.quantization == PD_BLOCKS) {
     blocks_part(c, a, thread, num_threads);
   } else {
-    Job job = make_job(c, a, thread, num_threads);
-    if (HAS_AMX && job.amx) run_amx(job);
-    else run(job);
+    carry_out(make_job(c, a, share_of(c, a, thread, num_threads)));
   }
   if (goes_past_caches(a)) fence_past_caches();
+}
+
+int64_t experts_workspace_bytes(const pd_context &c, const pd_experts_args &a, int num_threads) {
+  return num_threads * (a.gemm.quantization == PD_BLOCKS ? blocks_own_bytes(a.gemm) : own_bytes(c, a.gemm));
+}
+
+void experts_part(const pd_context &c, const pd_experts_args &a, int thread, int num_threads) {
+  const pd_gemm_args &g = a.gemm;
+  if (*g.num_rows == 0) return;
+  const bool blocks = g.quantization == PD_BLOCKS;
+  const int64_t workspace = thread * (experts_workspace_bytes(c, a, num_threads) / num_threads);
+  each_own_expert(a, thread, num_threads, [&](const pd_gemm_args &one, int64_t begin, int64_t end, const char *next) {
+    Share s{0, *one.num_rows, begin, end, false, c.linear.get() + workspace, next, next ? next + a.expert_bytes : next};
+    if (!next) set_next(s, g, thread, num_threads);
+    if (blocks) blocks_share(c, one, s);
+    else carry_out(make_job(c, one, s));
+  });
+  if (goes_past_caches(g)) fence_past_caches();
 }
 
 }  // namespace pagedec

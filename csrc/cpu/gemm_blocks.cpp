@@ -54,21 +54,27 @@ int64_t panel_of_part(const Segments &segments, int64_t rows, int64_t i, int64_t
   return segments.one[segments.count - 1].end;
 }
 
-Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
-  const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32, stride = stride_of(a.k);
-  const bool shared = shares_rows(a, num_threads);
+Share share_of(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+  const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32;
   const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
   const int column = thread % columns, group = thread / columns;
   const Segments segments(a.packed, a.segments, a.num_segments, a.n, a.k);
-  const int64_t row_begin = rows * group / groups, row_end = rows * (group + 1) / groups;
-  const bool amx = HAS_AMX && c.vnni && row_end - row_begin >= BLOCK_AMX_MIN_ROWS;
+  Share s{};
+  s.row_begin = rows * group / groups, s.row_end = rows * (group + 1) / groups;
+  s.panel_begin = panel_of_part(segments, rows, column, columns);
+  s.panel_end = panel_of_part(segments, rows, column + 1, columns);
+  s.quantized = shares_rows(a, num_threads);
+  s.workspace = c.linear.get() + (s.quantized ? 0 : thread * blocks_own_bytes(a));
+  set_next(s, a, thread, num_threads);
+  return s;
+}
+
+Job make_job(const pd_context &c, const pd_gemm_args &a, const Share &s) {
+  const Segments segments(a.packed, a.segments, a.num_segments, a.n, a.k);
+  const bool amx = HAS_AMX && c.vnni && s.row_end - s.row_begin >= BLOCK_AMX_MIN_ROWS;
   const int64_t slice = amx ? BLOCK_AMX_SLICE_VALUES : SLICE_VALUES;
-  const char *next = (const char *)a.next_packed;
-  return {a, segments, c.vnni, shared, amx, stride, ((int64_t)a.k + slice - 1) / slice, row_begin, row_end,
-          panel_of_part(segments, rows, column, columns), panel_of_part(segments, rows, column + 1, columns),
-          pick_finish<false>(a), c.linear.get() + (shared ? 0 : thread * own_rows(a) * stride),
-          next ? next + (a.next_bytes * thread / num_threads & -64) : nullptr,
-          next ? next + a.next_bytes * (thread + 1) / num_threads : nullptr};
+  return {a, segments, c.vnni, s.quantized, amx, stride_of(a.k), ((int64_t)a.k + slice - 1) / slice, s.row_begin,
+          s.row_end, s.panel_begin, s.panel_end, pick_finish<false>(a), s.workspace, s.next, s.next_end};
 }
 
 // Rows begin .. end of x, one behind the other.
@@ -193,13 +199,15 @@ void run(const Job &j) {
 
 }  // namespace
 
+int64_t blocks_own_bytes(const pd_gemm_args &a) { return own_rows(a) * stride_of(a.k); }
+
 int64_t blocks_workspace_bytes(const pd_gemm_args &a, int num_threads) {
-  return stride_of(a.k) * std::max((int64_t)*a.num_rows, num_threads * own_rows(a));
+  return std::max(stride_of(a.k) * (int64_t)*a.num_rows, num_threads * blocks_own_bytes(a));
 }
 
 bool blocks_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   if (*a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
-  const Job j = make_job(c, a, thread, num_threads);
+  const Job j = make_job(c, a, share_of(c, a, thread, num_threads));
   // this thread's share of its group's rows: it finds those that it wrote in its own cache
   const int64_t rows = j.row_end - j.row_begin,
                 columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
@@ -210,7 +218,9 @@ bool blocks_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread
 }
 
 void blocks_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
-  run(make_job(c, a, thread, num_threads));
+  blocks_share(c, a, share_of(c, a, thread, num_threads));
 }
+
+void blocks_share(const pd_context &c, const pd_gemm_args &a, const Share &share) { run(make_job(c, a, share)); }
 
 }  // namespace pagedec

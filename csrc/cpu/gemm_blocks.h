@@ -28,9 +28,14 @@ struct XGroup {
 constexpr int X_BYTES = sizeof(XGroup);
 static_assert(X_BYTES == 40);
 
+struct Share;  // gemm_shares.h
+
 int64_t blocks_workspace_bytes(const pd_gemm_args &, int num_threads);
 bool blocks_quantize_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void blocks_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
+// Of workspace that a thread has for itself; and a share that has it.
+int64_t blocks_own_bytes(const pd_gemm_args &);
+void blocks_share(const pd_context &, const pd_gemm_args &, const Share &);
 // k / 32 groups of a row of x in dtype.
 void quantize_groups(const void *x, int dtype, int64_t k, XGroup *to);
 

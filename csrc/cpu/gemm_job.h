@@ -108,14 +108,33 @@ int64_t num_slices(const Job &j) {
   return (j.num_steps + slice - 1) / slice;
 }
 
-Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+// Bytes of workspace that a thread has for itself.
+int64_t own_bytes(const pd_context &c, const pd_gemm_args &a) {
+  const Int8Row shape(a.k, c.vnni);
+  return a.quantization == PD_INT8 ? int8_bytes(shape, kept_rows(a, shape.bytes)) : copy_bytes(a) + wide_bytes(a);
+}
+
+Share share_of(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32;
+  const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
+  const int column = thread % columns, group = thread / columns;
+  Share s{};
+  s.row_begin = rows * group / groups, s.row_end = rows * (group + 1) / groups;
+  s.panel_begin = panels * column / columns, s.panel_end = panels * (column + 1) / columns;
+  s.quantized = a.quantization == PD_INT8 && shares_rows(a, num_threads);
+  s.workspace = c.linear.get() + (s.quantized ? 0 : thread * own_bytes(c, a));
+  set_next(s, a, thread, num_threads);
+  return s;
+}
+
+Job make_job(const pd_context &c, const pd_gemm_args &a, const Share &share) {
+  const int64_t rows = *a.num_rows;
   Job j{a, {a.k, c.vnni}};
   j.int8 = a.quantization == PD_INT8, j.vnni = c.vnni;
   j.row_bytes = row_bytes(a);
   j.as_floats = goes_as_floats(a), j.x_step_bytes = j.int8 ? j.shape.step_bytes : j.as_floats ? 8 : 4;
   j.num_steps = j.int8 ? ((int64_t)a.k + 3) / 4 : (j.row_bytes + 3) / 4;
-  if (j.int8) j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
+  if (j.int8) j.header = INT8_HEADER;
   j.panel_bytes = j.header + j.num_steps * 128;
   j.streams = !j.int8 && a.dtype == PD_BF16 && rows <= STREAM_ROWS;
   if (a.quantization == PD_INT8_WEIGHT_ONLY) {
@@ -123,20 +142,14 @@ Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_thr
     j.header = WEIGHT_ONLY_HEADER, j.step_bytes = a.dtype == PD_BF16 ? WEIGHT_ONLY_PAIR : WEIGHT_ONLY_PAIR / 2;
     j.panel_bytes = j.header + ((int64_t)a.k + 1) / 2 * WEIGHT_ONLY_PAIR;
   }
-  const int64_t own_bytes = j.int8 ? int8_bytes(j.shape, kept_rows(a, j.shape.bytes)) : copy_bytes(a) + wide_bytes(a);
-  j.workspace = c.linear.get() + (j.shared ? 0 : thread * own_bytes), j.wide = j.workspace + copy_bytes(a);
-  const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
-  const int column = thread % columns, group = thread / columns;
-  j.row_begin = rows * group / groups, j.row_end = rows * (group + 1) / groups;
-  j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
+  j.shared = share.quantized, j.workspace = share.workspace, j.wide = j.workspace + copy_bytes(a);
+  j.row_begin = share.row_begin, j.row_end = share.row_end;
+  j.panel_begin = share.panel_begin, j.panel_end = share.panel_end;
+  j.next = share.next, j.next_end = share.next_end;
   if constexpr (HAS_AMX) j.amx = j.int8 ? j.vnni && j.row_end - j.row_begin >= INT8_AMX_MIN_ROWS : a.dtype == PD_BF16;
   j.widens = j.weight_only && !j.streams && !(j.as_floats && j.row_end - j.row_begin < WIDEN_MIN_ROWS);
   j.num_slices = num_slices(j);
   j.finish = j.int8 || j.weight_only ? pick_finish<true>(a) : pick_finish<false>(a);
-  if (a.next_packed) {
-    j.next = (const char *)a.next_packed + (a.next_bytes * thread / num_threads & -64);
-    j.next_end = (const char *)a.next_packed + a.next_bytes * (thread + 1) / num_threads;
-  }
   return j;
 }
 

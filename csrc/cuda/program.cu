@@ -46,8 +46,8 @@ int one(pd_context &c, const pd_op &op, bool runs) {
     case PD_OP_ALL_GATHER: return runs ? put(c, op, enqueue_all_gather) : checked(op, check_all_gather);
     case PD_OP_GATHER: return runs ? put(c, op, enqueue_gather) : checked(op, check_gather);
   }
-  if (op.kind < 1 || op.kind > PD_OP_GATHER)
-    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_GATHER);
+  if (op.kind < 1 || op.kind > PD_OP_COMBINE)
+    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_COMBINE);
   return fail("pd_run: op.kind is %d, for which there is no CUDA kernel", op.kind);
 }
 
@@ -114,4 +114,7 @@ int pd_meet(pd_context *c, const pd_meet_args *a) { return single(c, PD_OP_MEET,
 int pd_join_parts(pd_context *c, const pd_join_parts_args *a) { return single(c, PD_OP_JOIN_PARTS, a); }
 int pd_all_gather(pd_context *c, const pd_all_gather_args *a) { return single(c, PD_OP_ALL_GATHER, a); }
 int pd_gather(pd_context *c, const pd_gather_args *a) { return single(c, PD_OP_GATHER, a); }
+int pd_route(pd_context *c, const pd_route_args *a) { return single(c, PD_OP_ROUTE, a); }
+int pd_experts(pd_context *c, const pd_experts_args *a) { return single(c, PD_OP_EXPERTS, a); }
+int pd_combine(pd_context *c, const pd_combine_args *a) { return single(c, PD_OP_COMBINE, a); }
 }

@@ -24,11 +24,14 @@ from pagedec.kernels.records import (
     AttnShape,
     BestArgs,
     BlockFormat,
+    CombineArgs,
     CopyRowsArgs,
     Draw,
     Dtype,
     EmbedArgs,
     Epilogue,
+    ExpertsArgs,
+    ExpertScore,
     GatherArgs,
     GemmArgs,
     JoinPartsArgs,
@@ -47,6 +50,7 @@ from pagedec.kernels.records import (
     RollArgs,
     RollChain,
     RopeKvWriteArgs,
+    RouteArgs,
     Rules,
     SampleArgs,
     Segment,
@@ -57,15 +61,16 @@ from pagedec.kernels.records import (
 
 __all__ = [
     "ABI_VERSION", "AddPartsArgs", "AllGatherArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch",
-    "AttnShape", "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "Context", "CopyRowsArgs",
-    "CUDA", "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GatherArgs",
-    "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "Library",
-    "LibraryNotFound", "library_directories", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList",
-    "PickLogitsArgs", "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
-    "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "AttnShape", "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "CombineArgs", "Context",
+    "CopyRowsArgs", "CUDA", "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue",
+    "ExpertsArgs", "ExpertScore", "GatherArgs", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs",
+    "KvKind", "LayerKind", "LayerNormArgs", "Library", "LibraryNotFound", "library_directories", "load",
+    "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs", "Quantization",
+    "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "RouteArgs", "Rules",
+    "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_INTS, LaneForward
+from pagedec.kernels.addresses import address, int32
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import INT8_QUANTIZATIONS, AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.device_memory import HostCall, KernelCall
+from pagedec.kernels.experts import Matrices
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -33,9 +36,9 @@ from pagedec.kernels.library import (
 )
 from pagedec.kernels.link import Link
 from pagedec.kernels.native_plan import NativePlan
-from pagedec.kernels.native_program import DTYPES, NativeProgram, address, int32
+from pagedec.kernels.native_program import DTYPES, NativeProgram
 from pagedec.kernels.native_roll import NativeRoller
-from pagedec.kernels.native_weight import INT8_KINDS, NativeWeight
+from pagedec.kernels.native_weight import NativeExperts, NativeWeight, kind_of, shape_of, what_is
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
@@ -84,38 +87,69 @@ class NativeBackend(HostBackend):
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
     ) -> NativeWeight:
-        n, k = weight.shape
-        if bias is not None:
-            bias = self.place(bias.float().contiguous())
-        if (quantization := checked_quantization(quantization, INT8_QUANTIZATIONS)) is not None:
-            kind, library = INT8_KINDS[quantization], self.library
-            own = self.place(weight.contiguous() if weight.dtype in self.dtypes else weight.float().contiguous())
-            if kind == Quantization.INT8:
-                data, pack = self.storage(library.packed_int8_bytes(n, k)), self.context.pack_int8
-            else:
-                data = self.storage(library.packed_int8_weight_only_bytes(n, k))
-                pack = self.context.pack_int8_weight_only
-            pack(own.data_ptr(), n, k, DTYPES[own.dtype], data.data_ptr())
-            return NativeWeight(data, bias, n, k, kind)
-        data = self.storage(self.library.packed_bytes(n, k, self.code))
-        own = self.place(weight.to(self.dtype).contiguous())
-        self.context.pack(own.data_ptr(), n, k, self.code, data.data_ptr())
-        return NativeWeight(data, bias, n, k)
+        kind = kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS))
+        data = self.storage(self._packed_bytes(weight, kind))
+        self._pack(weight, kind, data.data_ptr())
+        return NativeWeight(data, self._bias(bias), *shape_of(weight), kind)
+
+    def _packed_bytes(self, matrix: torch.Tensor | Blocks, kind: Quantization) -> int:
+        library = self.library
+        if isinstance(matrix, Blocks):
+            return library.packed_blocks_bytes(matrix.n, matrix.k, matrix.layout.code)
+        n, k = matrix.shape
+        if kind == Quantization.PLAIN:
+            return library.packed_bytes(n, k, self.code)
+        return (
+            library.packed_int8_bytes(n, k)
+            if kind == Quantization.INT8
+            else library.packed_int8_weight_only_bytes(n, k)
+        )
+
+    def _pack(self, matrix: torch.Tensor | Blocks, kind: Quantization, to: int) -> None:
+        context = self.context
+        if isinstance(matrix, Blocks):
+            blocks = self.place(matrix.data.contiguous())
+            context.pack_blocks(blocks.data_ptr(), matrix.n, matrix.k, matrix.layout.code, to)
+            return
+        n, k = matrix.shape
+        if kind == Quantization.PLAIN:
+            own = self.place(matrix.to(self.dtype).contiguous())
+            context.pack(own.data_ptr(), n, k, self.code, to)
+            return
+        own = self.place(matrix.contiguous() if matrix.dtype in self.dtypes else matrix.float().contiguous())
+        pack = context.pack_int8 if kind == Quantization.INT8 else context.pack_int8_weight_only
+        pack(own.data_ptr(), n, k, DTYPES[own.dtype], to)
+
+    def _bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        return None if bias is None else self.place(bias.float().contiguous())
 
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
         joined = segments_of(parts)
-        n, k = sum(part.n for part in joined), joined[0].k
-        sizes = [self.library.packed_blocks_bytes(part.n, k, part.layout.code) for part in joined]
+        sizes = [self._packed_bytes(part, Quantization.BLOCKS) for part in joined]
         data, at, first = self.storage(sum(sizes)), 0, 0
         segments = (Segment * len(joined))()
         for segment, part, size in zip(segments, joined, sizes, strict=True):
-            blocks, code = self.place(part.data.contiguous()), part.layout.code
-            segment.format, segment.first_output = int(code), first
-            self.context.pack_blocks(blocks.data_ptr(), part.n, k, code, data.data_ptr() + at)
+            segment.format, segment.first_output = int(part.layout.code), first
+            self._pack(part, Quantization.BLOCKS, data.data_ptr() + at)
             at, first = at + size, first + part.n
-        if bias is not None:
-            bias = self.place(bias.float().contiguous())
-        return NativeWeight(data, bias, n, k, Quantization.BLOCKS, segments)
+        return NativeWeight(data, self._bias(bias), first, joined[0].k, Quantization.BLOCKS, segments)
+
+    def pack_experts(
+        self, count: int, matrices: Matrices, bias: torch.Tensor | None = None, quantization: str | None = None
+    ) -> NativeExperts:
+        kind, own = kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS)), iter(matrices)
+        first = next(own)
+        if isinstance(first, Blocks):
+            kind = Quantization.BLOCKS
+        stride = -(-self._packed_bytes(first, kind) // 64) * 64
+        data = self.storage(count * stride)
+        for i, matrix in enumerate(itertools.chain([first], own)):
+            if what_is(matrix) != what_is(first):
+                raise ValueError(f"expert {i} has {what_is(matrix)}; it must have {what_is(first)}, as the first")
+            self._pack(matrix, kind, data.data_ptr() + i * stride)
+        segments = (Segment * 1)(Segment(int(first.layout.code), 0)) if isinstance(first, Blocks) else None
+        each = NativeWeight(data, self._bias(bias), *shape_of(first), kind, segments)
+        return NativeExperts(each, count, stride)
 
     def settle(self) -> None:
         self.arena.settle()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from ctypes import Structure
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from pagedec.kernels import native_experts
+from pagedec.kernels.addresses import address
 from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.library import (
     AddPartsArgs,
@@ -30,7 +31,7 @@ from pagedec.kernels.library import (
 )
 from pagedec.kernels.link import Link
 from pagedec.kernels.native_plan import NativePlan
-from pagedec.kernels.native_weight import NativeWeight, blocks_of_table
+from pagedec.kernels.native_weight import NativeExperts, NativeWeight, blocks_of_table
 from pagedec.kernels.sized_lists import SizedLists, SizedRecords
 
 if TYPE_CHECKING:
@@ -39,33 +40,21 @@ if TYPE_CHECKING:
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 
 
-def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int | None:
-    """The address of a contiguous tensor of the expected dtype; None stays None."""
-    if tensor is None:
-        return None
-    if tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(f"{what} is {tensor.dtype}, strides {tensor.stride()}; it must be contiguous {dtype}")
-    return tensor.data_ptr()
-
-
-def int32(array: np.ndarray) -> np.ndarray:
-    """A contiguous int32 array; the same one where it is."""
-    return np.ascontiguousarray(array, np.int32)
-
-
 class NativeProgram:
     """Argument records in order; `run` is one call into the library, in one parallel region."""
 
     def __init__(self, backend: NativeBackend) -> None:
-        self._backend, self._context = backend, backend.context
+        self.backend, self._context = backend, backend.context
         self._records: list[object] = []
         self._keep: list[object] = []
-        self._linears: list[tuple[GemmArgs, NativeWeight]] = []
+        self.linears: list[tuple[GemmArgs, NativeWeight | NativeExperts]] = []
+        """Linear layers and their weights, in the order in which they are read."""
         self._cuts: list[tuple[list[object], Callable[[], None]]] = []
         self._parts: list[tuple[OpList | SizedLists, Callable[[], None]]] = []
         self._last: OpList | SizedLists | None = None
 
-    def _add(self, record: object, *keep: object) -> None:
+    def add(self, record: object, *keep: object) -> None:
+        """Record a kernel; what is kept lives as long as the program."""
         self._records.append(record)
         self._keep += keep
 
@@ -82,14 +71,14 @@ class NativeProgram:
         position_table: torch.Tensor | None = None,
         ids: tuple[int, int] | None = None,
     ) -> None:
-        backend, int32 = self._backend, torch.int32
+        backend, int32 = self.backend, torch.int32
         if isinstance(table, torch.Tensor):
             place, vocab, dim = address(table, backend.dtype, "table"), *table.shape
             first_segment, num_segments = None, 0
         else:
             place, vocab, dim = table.data.data_ptr(), table.n, table.k
             first_segment, num_segments = blocks_of_table(table)
-        self._add(
+        self.add(
             EmbedArgs(
                 address(rows, int32, "rows"),
                 address(token_ids, int32, "token_ids"),
@@ -129,8 +118,8 @@ class NativeProgram:
         add: bool = False,
     ) -> None:
         f32 = torch.float32
-        out_dtype = f32 if add else self._backend.dtype
-        self._add(
+        out_dtype = f32 if add else self.backend.dtype
+        self.add(
             RmsNormArgs(
                 address(rows, torch.int32, "rows"),
                 address(x, f32, "x"),
@@ -159,8 +148,8 @@ class NativeProgram:
         eps: float,
         row_ids: torch.Tensor | None = None,
     ) -> None:
-        backend, f32 = self._backend, torch.float32
-        self._add(
+        backend, f32 = self.backend, torch.float32
+        self.add(
             LayerNormArgs(
                 address(rows, torch.int32, "rows"),
                 address(x, f32, "x"),
@@ -183,18 +172,14 @@ class NativeProgram:
 
     def soft_cap(self, rows: torch.Tensor, x: torch.Tensor, cap: float) -> None:
         record = SoftCapArgs(address(rows, torch.int32, "rows"), address(x, torch.float32, "x"), x.shape[1], cap)
-        self._add(record, rows, x)
+        self.add(record, rows, x)
 
-    def linear(
-        self,
-        rows: torch.Tensor,
-        x: torch.Tensor,
-        weight: NativeWeight,
-        y: torch.Tensor,
-        epilogue: Epilogue = Epilogue.STORE,
-    ) -> None:
-        backend = self._backend
-        record = GemmArgs(
+    def gemm(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: NativeWeight, y: torch.Tensor, epilogue: Epilogue
+    ) -> GemmArgs:
+        """The record of a linear layer."""
+        backend = self.backend
+        return GemmArgs(
             address(rows, torch.int32, "rows"),
             address(x, backend.dtype, "x"),
             weight.data.data_ptr(),
@@ -210,8 +195,20 @@ class NativeProgram:
             0,
             *weight.named_segments(),
         )
-        self._linears.append((record, weight))
-        self._add(record, rows, x, weight, y)
+
+    def linear(
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: NativeWeight,
+        y: torch.Tensor,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        record = self.gemm(rows, x, weight, y, epilogue)
+        self.linears.append((record, weight))
+        self.add(record, rows, x, weight, y)
+
+    route, experts, combine = native_experts.route, native_experts.experts, native_experts.combine
 
     def rope_kv_write(
         self,
@@ -225,8 +222,8 @@ class NativeProgram:
         rope: Rope,
         norms: HeadNorms = NO_NORMS,
     ) -> None:
-        backend, int32 = self._backend, torch.int32
-        self._add(
+        backend, int32 = self.backend, torch.int32
+        self.add(
             RopeKvWriteArgs(
                 address(rows, int32, "rows"),
                 address(qkv, backend.dtype, "qkv"),
@@ -269,8 +266,8 @@ class NativeProgram:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        backend = self._backend
-        self._add(
+        backend = self.backend
+        self.add(
             AttentionArgs(
                 address(rows, torch.int32, "rows"),
                 plan.plan.handle,
@@ -302,16 +299,16 @@ class NativeProgram:
         if received is None:
             if link.arrivals is None:
                 self._send(lambda: link.gather(parts, int(rows) * dim))
-            self._add(added(parts, parts.stride(0)), rows, parts, out)
+            self.add(added(parts, parts.stride(0)), rows, parts, out)
             return
 
         def exchanged(n: int) -> list[Structure]:
             return [AllGatherArgs(own, received.data_ptr(), n * dim), added(received, n * dim)]
 
-        self._add(SizedRecords(rows, most, 2, exchanged), rows, parts, received, out)
+        self.add(SizedRecords(rows, most, 2, exchanged), rows, parts, received, out)
 
     def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
-        link, each = self._meet(parts), self._backend.place(torch.tensor(widths, dtype=torch.int32))
+        link, each = self._meet(parts), self.backend.place(torch.tensor(widths, dtype=torch.int32))
         num, widest = len(widths), max(widths)
 
         def joined(given: torch.Tensor, stride: int) -> list[Structure]:
@@ -327,21 +324,21 @@ class NativeProgram:
                 to = received.data_ptr() if link.rank == 0 else None
                 return [GatherArgs(own, to, n * widest), *joined(received, n * widest)]
 
-            self._add(SizedRecords(rows, parts.shape[1] // widest, 4, exchanged), rows, parts, received, each, out)
+            self.add(SizedRecords(rows, parts.shape[1] // widest, 4, exchanged), rows, parts, received, each, out)
             return
         if link.arrivals is None:
             self._send(lambda: link.gather_first(parts, int(rows) * widest))
         for record in joined(parts, parts.stride(0)):
-            self._add(record, rows, parts, each, out)
+            self.add(record, rows, parts, each, out)
         self._meet(parts)  # nobody writes the next rows before these are read
 
     def _meet(self, parts: torch.Tensor) -> Link:
         """Where parts lie in memory that all ranks have mapped, let all have written theirs."""
-        link = self._backend.link
+        link = self.backend.link
         assert link is not None, "the backend has no ranks beside it"
         if link.arrivals is not None:
             place = address(link.arrivals, torch.int32, "arrivals")
-            self._add(MeetArgs(place, link.seconds, link.rank, link.world), link.arrivals, parts)
+            self.add(MeetArgs(place, link.seconds, link.rank, link.world), link.arrivals, parts)
         return link
 
     def _send(self, between: Callable[[], None]) -> None:
@@ -351,14 +348,16 @@ class NativeProgram:
 
     def finish(self) -> None:
         """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the lists."""
-        for (record, _), (_, following) in itertools.pairwise(self._linears):
+        for (record, _), (_, following) in itertools.pairwise(self.linears):
+            if isinstance(following, NativeExperts):
+                continue  # which of them nobody knows
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
         self._parts = [(self._list_of(records), between) for records, between in self._cuts]
         self._last = self._list_of(self._records)
 
     def _list_of(self, records: Sequence[object]) -> OpList | SizedLists:
         if any(isinstance(record, SizedRecords) for record in records):
-            return SizedLists(records, self._backend.count)
+            return SizedLists(records, self.backend.count)
         return OpList(records)  # type: ignore[arg-type]
 
     @property

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import LaneForward
+from pagedec.kernels.addresses import address, int32
 from pagedec.kernels.backend import CacheTensors
 from pagedec.kernels.library import CHAIN_DTYPE, LayerKind, RollArgs
 from pagedec.kernels.native_plan import NativePlan
-from pagedec.kernels.native_program import NativeProgram, address, int32
+from pagedec.kernels.native_program import NativeProgram
 from pagedec.kernels.processing import FlatRules, named
 
 if TYPE_CHECKING:

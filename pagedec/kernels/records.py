@@ -8,6 +8,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
+from pagedec.kernels.records_linear import CombineArgs, ExpertsArgs, GemmArgs, RouteArgs, Segment
 from pagedec.kernels.records_ranks import AddPartsArgs, AllGatherArgs, GatherArgs, JoinPartsArgs, MeetArgs
 from pagedec.kernels.records_readout import (
     CHAIN_DTYPE,
@@ -33,11 +34,11 @@ from pagedec.kernels.records_readout import (
 
 __all__ = [
     "AddPartsArgs", "AllGatherArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup",
-    "BestRow", "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs",
-    "Epilogue", "GatherArgs", "GemmArgs", "JoinPartsArgs", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs",
-    "MeetArgs", "Op", "OP_KINDS", "OpKind", "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord",
-    "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment",
-    "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "BestRow", "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CombineArgs", "CopyRowsArgs", "Draw", "Dtype",
+    "EmbedArgs", "Epilogue", "ExpertsArgs", "ExpertScore", "GatherArgs", "GemmArgs", "JoinPartsArgs", "KvCopyArgs",
+    "KvKind", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind", "PickLogitsArgs",
+    "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
+    "RopeKvWriteArgs", "RouteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -65,6 +66,14 @@ class Epilogue(IntEnum):
     SILU_MUL = 2
     GELU_MUL = 3
     GELU = 4
+
+
+class ExpertScore(IntEnum):
+    """What the logits of a mixture's experts become."""
+
+    SOFTMAX = 0
+    SOFTMAX_CHOSEN = 1
+    SIGMOID = 2
 
 
 class Quantization(IntEnum):
@@ -113,36 +122,9 @@ class OpKind(IntEnum):
     PICK_LOGITS = 20
     ALL_GATHER = 21
     GATHER = 22
-
-
-class Segment(Structure):
-    """Outputs of a weight in blocks that are in one format, from first_output on."""
-
-    _fields_ = [("format", c_int32), ("first_output", c_int32)]
-
-
-class GemmArgs(Structure):
-    """y = epilogue(x W^T + bias), W packed by pd_pack, pd_pack_int8, pd_pack_blocks or
-    pd_pack_int8_weight_only."""
-
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("x", c_void_p),
-        ("packed", c_void_p),
-        ("bias", c_void_p),
-        ("y", c_void_p),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("dtype", c_int32),
-        ("y_dtype", c_int32),
-        ("epilogue", c_int32),
-        ("quantization", c_int32),
-        ("next_packed", c_void_p),
-        ("next_bytes", c_int64),
-        ("segments", c_void_p),
-        ("num_segments", c_int32),
-        ("reserved", c_int32),
-    ]
+    ROUTE = 23
+    EXPERTS = 24
+    COMBINE = 25
 
 
 class EmbedArgs(Structure):
@@ -339,6 +321,9 @@ C_NAMES: dict[type[Structure], str] = {
     MeetArgs: "pd_meet_args",
     AllGatherArgs: "pd_all_gather_args",
     GatherArgs: "pd_gather_args",
+    RouteArgs: "pd_route_args",
+    ExpertsArgs: "pd_experts_args",
+    CombineArgs: "pd_combine_args",
     Op: "pd_op",
     ProgramRecord: "pd_program",
     RollChain: "pd_chain",
@@ -368,4 +353,7 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     PickLogitsArgs: OpKind.PICK_LOGITS,
     AllGatherArgs: OpKind.ALL_GATHER,
     GatherArgs: OpKind.GATHER,
+    RouteArgs: OpKind.ROUTE,
+    ExpertsArgs: OpKind.EXPERTS,
+    CombineArgs: OpKind.COMBINE,
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.values import MAX_CONTEXT, is_int, layer_count, one_of, positive_int, positive_number
+from pagedec.models.mixture import Mixture
 from pagedec.models.rope_scaling import RopeScaling
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
@@ -37,7 +38,8 @@ class LayerNames:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one of several ranks has of a model: its query heads, KV heads, values of the MLP's width, token ids."""
+    """What one of several ranks has of a model: its query heads, KV heads, values of the MLP's width, token ids; of the
+    width of each expert, and of one that all rows take."""
 
     rank: int
     world: int
@@ -45,6 +47,8 @@ class Part:
     kv_heads: range
     inner: range
     vocab: range
+    expert: range = range(0)
+    shared: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Architecture:
     whose frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
     head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
 
+    `mixture` stands in place of the MLP, in all layers but some.
+
     `renamed`: how weights' names in files become those that are asked for, as in `RenamedSource`.
     """
 
@@ -110,6 +116,7 @@ class Architecture:
     final_soft_cap: float = 0.0
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
+    mixture: Mixture | None = None
     names: LayerNames = LayerNames()
     renamed: tuple[tuple[str, str | None], ...] = ()
     bos_token_id: int | None = None
@@ -169,17 +176,33 @@ class Architecture:
         window = self.sliding_window
         return 0 if window is None or not self.is_sliding(layer) or window >= max_position else window
 
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the weights of one layer, by their names below the layer's own."""
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """Return what stands in place of the layer's MLP; None: that one."""
+        mixture = self.mixture
+        return None if mixture is None or layer in mixture.dense_layers else mixture
+
+    @property
+    def mlp_width(self) -> int:
+        """The MLP's width; 0: all layers have a mixture in its place."""
+        is_somewhere = any(self.mixture_of(i) is None for i in range(self.num_layers))
+        return self.intermediate_size if is_somewhere else 0
+
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the weights of a layer, by their names below the layer's own."""
         names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        mixture = self.mixture_of(layer)
         num_q, num_kv = self.num_attention_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv, gate_up = (num_q, num_kv, num_kv), (inner, inner)
-        rows: list[tuple[str, int, int, bool]] = []
-        for parts, counts, bias in ((names.qkv, qkv, self.attention_bias), (names.gate_up, gate_up, self.mlp_bias)):
+        stacked_parts: list[tuple[tuple[str, ...], tuple[int, ...], bool]] = [
+            (names.qkv, (num_q, num_kv, num_kv), self.attention_bias)
+        ]
+        rows = [(names.o, hidden, num_q, self.output_bias)]
+        if mixture is None:
+            stacked_parts.append((names.gate_up, (inner, inner), self.mlp_bias))
+            rows.append((names.down, hidden, inner, self.mlp_bias))
+        for parts, counts, bias in stacked_parts:
             own = (sum(counts),) if len(parts) == 1 else counts
             rows += [(part, count, hidden, bias) for part, count in zip(parts, own, strict=True)]
-        rows += [(names.o, hidden, num_q, self.output_bias), (names.down, hidden, inner, self.mlp_bias)]
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes = {} if mixture is None else mixture.shapes(hidden)
         for part, n, k, bias in rows:
             shapes[f"{part}.weight"] = (n, k)
             if bias:
@@ -192,8 +215,12 @@ class Architecture:
         return shapes
 
     def layer_cuts(self, part: Part) -> dict[str, Portion]:
-        """Return what a rank takes of a layer's weights, by their names below the layer's own; the whole of others."""
+        """Return what a rank takes of a layer's weights, by their names below the layer's own; the whole of others.
+        With and without a mixture: no two names are the same."""
         names, cuts = self.names, dict[str, Portion]()
+        if self.mixture is not None:
+            own_cuts = self.mixture.cuts(part.expert, part.shared)
+            cuts = {name: Portion(axis, (piece,)) for name, (axis, piece) in own_cuts.items()}
         qkv, heads = (part.heads, part.kv_heads, part.kv_heads), (self.num_attention_heads, *2 * (self.num_kv_heads,))
         gate_up, widths = (part.inner, part.inner), 2 * (self.intermediate_size,)
         for parts, pieces, sizes, times in (
@@ -213,8 +240,9 @@ class Architecture:
     def cuts(self, part: Part) -> dict[str, Portion]:
         """Return what a rank takes of each weight; the whole of others."""
         cuts = {name: Portion(0, (part.vocab,)) for name in (self.embedding_name(), OUTPUT)}
+        own = self.layer_cuts(part)
         for i in range(self.num_layers):
-            cuts |= {f"model.layers.{i}.{name}": cut for name, cut in self.layer_cuts(part).items()}
+            cuts |= {f"model.layers.{i}.{name}": cut for name, cut in own.items()}
         return cuts
 
     def embedding_name(self) -> str:
@@ -225,7 +253,7 @@ class Architecture:
         """Return every weight that the model needs, by Hugging Face name, with its shape."""
         shapes: dict[str, tuple[int, ...]] = {self.embedding_name(): (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes(i).items()}
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tie_word_embeddings:
             shapes[OUTPUT] = (self.vocab_size, self.hidden_size)

@@ -6,8 +6,11 @@ import numpy as np
 import torch
 
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.experts import Routes
 from pagedec.kernels.link import Link
 from pagedec.models.architecture import Architecture
+from pagedec.models.mixture import Mixture
+from pagedec.models.packing import padded_width
 from pagedec.models.sharding import shares
 
 READ_ROWS = 128  # rows of logits held at once: 128 x 49152 fp32 are 25 MB; a step that reads out more does it in turns
@@ -42,6 +45,23 @@ class RankBuffers:
         return self._turns[0]
 
 
+class MixtureBuffers:
+    """What a mixture of experts works in: logits fp32 [max_rows, num_experts]; whom rows take, and their copies; inner
+    [max_rows * num_chosen, width] in the model's dtype, and out fp32 [max_rows * num_chosen, hidden] of all experts; of
+    one that all rows take shared_inner [max_rows, shared_width], and where it is weighed shared_out fp32 [max_rows,
+    hidden] and gates fp32 [max_rows, 1]."""
+
+    def __init__(self, mixture: Mixture, hidden: int, max_rows: int, backend: Backend) -> None:
+        f32, choice, zeros = torch.float32, mixture.choice, backend.zeros
+        num_places, weighed = max_rows * choice.num_chosen, max_rows if mixture.names.shared_gate else 0
+        self.logits = zeros((max_rows, choice.num_experts), f32)
+        self.routes = Routes.allocate(zeros, max_rows, hidden, choice, backend.dtype)
+        self.inner = zeros((num_places, padded_width(mixture.width)), backend.dtype)
+        self.out = zeros((num_places, hidden), f32)
+        self.shared_inner = zeros((max_rows, padded_width(mixture.shared_width)), backend.dtype)
+        self.shared_out, self.gates = zeros((weighed, hidden), f32), zeros((weighed, 1), f32)
+
+
 class StepBuffers:
     """Inputs and activations of one lane. `num_rows` rows of each count in a step, `num_read` rows of the read-out.
 
@@ -50,7 +70,9 @@ class StepBuffers:
     the rest in the model's dtype.
     """
 
-    def __init__(self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int) -> None:
+    def __init__(
+        self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int, expert_width: int = 0
+    ) -> None:
         f32, own, zeros = torch.float32, backend.dtype, backend.zeros
 
         def ints(size: int) -> torch.Tensor:
@@ -69,6 +91,9 @@ class StepBuffers:
         self.attended = zeros((max_rows, width), own)
         self.mlp = zeros((max_rows, mlp_width), own)
         self.read = zeros((READ_ROWS, arch.hidden_size), own)
+        self.mixture: MixtureBuffers | None = None
+        if arch.mixture is not None:
+            self.mixture = MixtureBuffers(arch.mixture, arch.hidden_size, max_rows, backend)
         link = backend.link
         self.ranks = None if link is None else RankBuffers(link, max_rows, arch.hidden_size, arch.vocab_size)
         self.logits = zeros((READ_ROWS if link is None or link.rank == 0 else 0, arch.vocab_size), f32)

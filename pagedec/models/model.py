@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
+from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan
+from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers

@@ -6,7 +6,7 @@ in. Blocks stay what they are wherever all parts of a weight have some; else the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,53 @@ def padded_width(width: int) -> int:
     return -(-width // INTERLEAVE) * INTERLEAVE
 
 
+def gated_matrix(backend: Backend, gate: Matrix, up: Matrix) -> Matrix:
+    """Gate and up projections [width, k] as one weight for an epilogue that multiplies them."""
+    if isinstance(gate, Blocks) and isinstance(up, Blocks) and gate.format == up.format:  # bytes of 0 are values of 0
+        return Blocks(gate.format, interleave_gate_up(_pad_rows(gate.data), _pad_rows(up.data)), gate.k)
+    return interleave_gate_up(_pad_rows(_numbers(backend, gate)), _pad_rows(_numbers(backend, up)))
+
+
+def after_gated(backend: Backend, down: Matrix) -> Matrix:
+    """The projection [n, width] that reads a gated layer's padded output."""
+    if isinstance(down, Blocks):  # of at least 32 values: nothing to fill
+        return down
+    numbers, extra = _numbers(backend, down), padded_width(down.shape[1]) - down.shape[1]
+    return torch.nn.functional.pad(numbers, (0, extra)) if extra else numbers
+
+
+def pack(backend: Backend, weight: Matrix, bias: torch.Tensor | None = None) -> Any:
+    """One weight in the backend's form."""
+    return backend.pack_blocks([weight], bias) if isinstance(weight, Blocks) else _pack(backend, weight, bias)
+
+
+class _MixedFormats(Exception):
+    """Some experts are in another format than the first."""
+
+
+def pack_experts(backend: Backend, weights: Callable[[int], Matrix], count: int) -> Any:
+    """Those of `count` experts, which `weights` makes one at a time. Where they are not all blocks of one format, all
+    are packed as numbers."""
+    first = _format_of(weights(0))
+
+    def alike(expert: int) -> Matrix:
+        matrix = weights(expert)
+        if _format_of(matrix) != first:
+            raise _MixedFormats
+        return matrix
+
+    quantization = backend.quantization if backend.quantization in INT8_QUANTIZATIONS else None
+    try:
+        return backend.pack_experts(count, map(alike, range(count)), None, quantization)
+    except _MixedFormats:
+        numbers = (_numbers(backend, weights(expert)) for expert in range(count))
+        return backend.pack_experts(count, numbers, None, quantization)
+
+
+def _format_of(matrix: Matrix) -> str | None:
+    return matrix.format if isinstance(matrix, Blocks) else None
+
+
 def pack_gated(
     backend: Backend,
     gate: Matrix,
@@ -112,25 +159,17 @@ def pack_gated(
     gate_bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
 ) -> Any:
-    """Gate and up projections [width, k] as one weight for an epilogue that multiplies them."""
+    """Gate and up projections [width, k] as one packed weight."""
     bias = None
     if gate_bias is not None and up_bias is not None:
         columns = [_pad_rows(b.float()[:, None]) for b in (gate_bias, up_bias)]
         bias = interleave_gate_up(*columns)[:, 0]
-    if isinstance(gate, Blocks) and isinstance(up, Blocks) and gate.format == up.format:  # bytes of 0 are values of 0
-        data = interleave_gate_up(_pad_rows(gate.data), _pad_rows(up.data))
-        return backend.pack_blocks([Blocks(gate.format, data, gate.k)], bias)
-    gate, up = _pad_rows(_numbers(backend, gate)), _pad_rows(_numbers(backend, up))
-    return _pack(backend, interleave_gate_up(gate, up), bias)
+    return pack(backend, gated_matrix(backend, gate, up), bias)
 
 
 def pack_after_gated(backend: Backend, down: Matrix, bias: torch.Tensor | None = None) -> Any:
-    """The projection [n, width] that reads a gated layer's padded output."""
-    if isinstance(down, Blocks):  # of at least 32 values: nothing to fill
-        return backend.pack_blocks([down], bias)
-    numbers, extra = _numbers(backend, down), padded_width(down.shape[1]) - down.shape[1]
-    padded = torch.nn.functional.pad(numbers, (0, extra)) if extra else numbers
-    return _pack(backend, padded, bias)
+    """The projection [n, width] that reads a gated layer's padded output, packed."""
+    return pack(backend, after_gated(backend, down), bias)
 
 
 def _pad_rows(weight: torch.Tensor) -> torch.Tensor:

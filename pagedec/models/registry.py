@@ -20,7 +20,22 @@ from pagedec.formats.weights import open_weights
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.models.architecture import OUTPUT, Architecture
-from pagedec.models.families import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
+from pagedec.models.families import (
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    glm4_moe,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from pagedec.models.family import Family
 from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
 from pagedec.models.hf.hosted_model import load_hosted
@@ -31,7 +46,7 @@ from pagedec.models.sharding import ShardedSource, part_of, sharded
 
 _log = logging.getLogger(__name__)
 
-MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
+MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2, mixtral, qwen2_moe, qwen3_moe, glm4_moe)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}

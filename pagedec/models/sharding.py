@@ -47,24 +47,36 @@ def heads_of(num_heads: int, num_kv_heads: int, world: int) -> list[tuple[range,
 
 def part_of(arch: Architecture, rank: int, world: int) -> Part:
     """What rank `rank` of `world` has. Raises InvalidArgument where a rank would have nothing."""
-    most = min(arch.num_attention_heads, arch.intermediate_size, arch.vocab_size)
+    mixture = arch.mixture
+    widths = [arch.mlp_width, *((mixture.width, mixture.shared_width) if mixture is not None else ())]
+    most = min(arch.num_attention_heads, arch.vocab_size, *(width for width in widths if width))
     if world > most:
         limit = f"must be at most {most}: each rank has a query head, a value of the MLP's width and a token id"
         raise InvalidArgument("tensor_parallel_size", world, limit)
     heads, kv_heads = heads_of(arch.num_attention_heads, arch.num_kv_heads, world)[rank]
-    unit = next(unit for unit in UNITS if -(-arch.intermediate_size // unit) >= world)
-    inner = shares(arch.intermediate_size, world, unit)[rank]
-    return Part(rank, world, heads, kv_heads, inner, shares(arch.vocab_size, world)[rank])
+    part = Part(rank, world, heads, kv_heads, range(0), shares(arch.vocab_size, world)[rank])
+    part = replace(part, inner=_own_width(arch.intermediate_size, rank, world))
+    if mixture is None:
+        return part
+    expert, shared = (_own_width(width, rank, world) for width in (mixture.width, mixture.shared_width))
+    return replace(part, expert=expert, shared=shared)
+
+
+def _own_width(width: int, rank: int, world: int) -> range:
+    unit = next((unit for unit in UNITS if -(-width // unit) >= world), 1)
+    return shares(width, world, unit)[rank]
 
 
 def sharded(arch: Architecture, part: Part) -> Architecture:
     """The architecture with a rank's heads and width. Tokens and logits stay those of all ranks."""
+    mixture = arch.mixture
     return replace(
         arch,
         num_attention_heads=len(part.heads),
         num_kv_heads=len(part.kv_heads),
         intermediate_size=len(part.inner),
         query_scale=arch.head_dim**-0.5 if arch.query_scale is None else arch.query_scale,
+        mixture=None if mixture is None else mixture.with_widths(len(part.expert), len(part.shared)),
     )
 
 

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 from pagedec.formats.source import WeightSource
-from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
+from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan
 from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
+from pagedec.models.mixture import Mixture
+from pagedec.models.mixture_layer import MixtureLayer, load_mixture, record_mixture
 from pagedec.models.model import RecordedModel
 from pagedec.models.packing import (
     Matrix,
@@ -38,6 +41,14 @@ GATED = {"silu": Epilogue.SILU_MUL, "swish": Epilogue.SILU_MUL}
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """The MLP that all rows take, packed."""
+
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
 class TransformerLayer:
     """One block's weights: RMS norm weights fp32 [hidden], the others packed."""
 
@@ -48,8 +59,7 @@ class TransformerLayer:
     o: Any
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: Any
-    down: Any
+    mlp: Mlp | MixtureLayer
     mlp_out_norm: torch.Tensor | None
 
 
@@ -62,7 +72,7 @@ class Transformer(RecordedModel):
         self.embedding = place_embedding(backend, embedding)
         # Rounded, because the models were trained with a scale of their weights' dtype
         self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype))
-        self.layers = [self._load_layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
+        self.layers = [self._load_layer(i) for i in range(arch.num_layers)]
         self.norm = self._norm("model.norm")
         self.lm_head = pack_output(source, arch.tie_word_embeddings, backend, embedding, self.embedding)
         layer_windows = [arch.window(i, max_position) for i in range(arch.num_layers)]
@@ -82,8 +92,9 @@ class Transformer(RecordedModel):
         weight = self._source.load(f"{name}.weight").float() + self.arch.norm_offset
         return self.backend.place(weight.contiguous())
 
-    def _load_layer(self, prefix: str) -> TransformerLayer:
-        arch, names, backend = self.arch, self.arch.names, self.backend
+    def _load_layer(self, index: int) -> TransformerLayer:
+        arch, names, backend, prefix = self.arch, self.arch.names, self.backend, f"model.layers.{index}."
+        mixture = arch.mixture_of(index)
 
         def weight(name: str) -> Matrix:
             return load_matrix(self._source, f"{prefix}{name}.weight", backend)
@@ -103,7 +114,15 @@ class Transformer(RecordedModel):
             halves = slice(0, middle), slice(middle, None)
             return [whole.rows(half) if isinstance(whole, Blocks) else whole[half] for half in halves]
 
-        gate, up = gated([weight(name) for name in names.gate_up])
+        def mlp() -> Mlp:
+            gate, up = gated([weight(name) for name in names.gate_up])
+            biases = gated([bias(name, arch.mlp_bias) for name in names.gate_up])
+            down = pack_after_gated(backend, weight(names.down), bias(names.down, arch.mlp_bias))
+            return Mlp(pack_gated(backend, gate, up, *biases), down)
+
+        def experts(mixture: Mixture) -> MixtureLayer:
+            return load_mixture(mixture, backend, weight, lambda name: self._source.load(prefix + name))
+
         return TransformerLayer(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=pack_stacked(
@@ -114,8 +133,7 @@ class Transformer(RecordedModel):
             o=pack_stacked(backend, [weight(names.o)], [bias(names.o, arch.output_bias)]),
             attention_out_norm=norm(names.attention_out_norm),
             mlp_norm=self._norm(prefix + names.mlp_norm),
-            gate_up=pack_gated(backend, gate, up, *gated([bias(name, arch.mlp_bias) for name in names.gate_up])),
-            down=pack_after_gated(backend, weight(names.down), bias(names.down, arch.mlp_bias)),
+            mlp=mlp() if mixture is None else experts(mixture),
             mlp_out_norm=norm(names.mlp_out_norm),
         )
 
@@ -136,7 +154,7 @@ class Transformer(RecordedModel):
         )
 
     def buffers(self, max_rows: int) -> StepBuffers:
-        return StepBuffers(self.arch, max_rows, self.backend, padded_width(self.arch.intermediate_size))
+        return StepBuffers(self.arch, max_rows, self.backend, padded_width(self.arch.mlp_width))
 
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, arch = b.num_rows, self.arch
@@ -151,8 +169,11 @@ class Transformer(RecordedModel):
             p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended)
             self._add(p, b, b.attended, layer.o, layer.attention_out_norm)
             p.rms_norm(rows, b.x, layer.mlp_norm, b.normed, eps)
-            p.linear(rows, b.normed, layer.gate_up, b.mlp, activation)
-            self._add(p, b, b.mlp, layer.down, layer.mlp_out_norm)
+            if isinstance(layer.mlp, MixtureLayer):
+                record_mixture(p, b, layer.mlp, activation)
+                continue
+            p.linear(rows, b.normed, layer.mlp.gate_up, b.mlp, activation)
+            self._add(p, b, b.mlp, layer.mlp.down, layer.mlp_out_norm)
 
     def _add(self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, norm: torch.Tensor | None) -> None:
         """The residual stream += a block's last projection, normed where the family norms it."""

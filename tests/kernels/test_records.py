@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 
 from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE, DRAW_DTYPE
-from pagedec.kernels import records, records_ranks, records_readout
+from pagedec.kernels import records, records_linear, records_ranks, records_readout
 from pagedec.kernels.library import ABI_VERSION, CHAIN_DTYPE
 from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels.test_library import compiler
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "pagedec.h"
-PARTS = (HEADER, HEADER.with_name("pagedec_readout.h"), HEADER.with_name("pagedec_ranks.h"))
+PARTS = (HEADER, *(HEADER.with_name(f"pagedec_{part}.h") for part in ("readout", "ranks", "experts")))
 ENUMS: dict[str, tuple[str, type[IntEnum]]] = {  # of C: the prefix of its names, and ours
     "pd_dtype": ("PD_", records.Dtype),
     "pd_epilogue": ("PD_", records.Epilogue),
     "pd_quantization": ("PD_", records.Quantization),
     "pd_block_format": ("PD_", records.BlockFormat),
     "pd_kv_kind": ("PD_KV_", records.KvKind),
+    "pd_expert_score": ("PD_", records.ExpertScore),
     "pd_op_kind": ("PD_OP_", records.OpKind),
 }
 HANDLES = {"pd_context", "pd_fetch", "pd_plan", "pd_recording"}
@@ -140,15 +141,15 @@ def test_a_small_header_is_understood() -> None:
 
 
 def test_every_record_has_the_fields_of_its_struct(header: Header) -> None:
-    ours = [
-        v for module in (records, records_ranks, records_readout) for v in vars(module).values() if isinstance(v, type)
-    ]
+    modules = (records, records_linear, records_ranks, records_readout)
+    ours = [v for module in modules for v in vars(module).values() if isinstance(v, type)]
     assert {record for record in ours if issubclass(record, Structure) and record is not Structure} == set(
         records.C_NAMES
     )
     assert set(RECORDS) == set(header.structs) and header.handles == HANDLES
+    known = {**SCALARS, **RECORDS}
     for name, record in RECORDS.items():
-        expected = [(field, c_void_p if kind.stars else SCALARS[kind.base]) for field, kind in header.structs[name]]
+        expected = [(field, c_void_p if kind.stars else known[kind.base]) for field, kind in header.structs[name]]
         assert (name, list(record._fields_)) == (name, expected)
 
 

@@ -14,7 +14,8 @@ import transformers
 
 FAMILIES: Mapping[str, str] = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3",
-    "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2",
+    "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe",
 }  # fmt: skip
 """How transformers' classes of a family begin."""
 VOCAB = 131
@@ -77,6 +78,8 @@ def transformers_model(family: str, changes: Mapping[str, Any]) -> transformers.
     model_class = getattr(transformers, f"{begin}{'LMHeadModel' if family == 'gpt2' else 'ForCausalLM'}")
     model = model_class(config).float().eval()
     model.set_attn_implementation("eager")
+    if "moe" in family or family == "mixtral":
+        model.set_experts_implementation("eager")  # others take no odd widths
     return model
 
 
@@ -132,6 +135,23 @@ VARIANTS = (
     variant("gpt2-untied-odd-width", "gpt2", tie_word_embeddings=False, n_inner=91,
     activation_function="gelu_pytorch_tanh"),
     variant("gpt2-unscaled-two-chunks", "gpt2", scale_attn_weights=False, n_positions=1200, length=1060),
+    variant("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2, max_shard_size="60KB"),
+    variant("mixtral-window-odd-width", "mixtral", num_local_experts=3, num_experts_per_tok=1, sliding_window=9,
+            intermediate_size=37, tie_word_embeddings=True),
+    variant("qwen2-moe", "qwen2_moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
+            shared_expert_intermediate_size=80, num_hidden_layers=3, decoder_sparse_step=2),
+    variant("qwen2-moe-window", "qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=37,
+            shared_expert_intermediate_size=23, use_sliding_window=True, sliding_window=11, norm_topk_prob=True),
+    variant("qwen3-moe", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+            norm_topk_prob=True, num_attention_heads=4, num_key_value_heads=2),
+    variant("qwen3-moe-some-dense", "qwen3_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40,
+            mlp_only_layers=[1], num_hidden_layers=3, attention_bias=True, use_sliding_window=True, sliding_window=15),
+    variant("qwen3-moe-two-chunks", "qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24,
+            max_position_embeddings=1200, length=1060),
+    variant("glm4-moe", "glm4_moe", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40,
+            routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True, num_hidden_layers=3),
+    variant("glm4-moe-all-sparse", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+            n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False),
 )  # fmt: skip
 
 
@@ -174,6 +194,9 @@ def make_checkpoint(chosen: Variant, path: Path) -> Checkpoint:
             parameter.normal_(0, 0.3)
         elif parameter.dim() == 1:
             parameter.uniform_(middle - 0.5, middle + 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(0, 0.2)
     model.save_pretrained(path, max_shard_size=chosen.max_shard_size)
     tokens = torch.randint(0, VOCAB, (chosen.length,))
     return Checkpoint(path, tokens.tolist(), model(tokens[None]).logits[0].float(), model)

@@ -35,6 +35,9 @@ VARIANTS = {
         variant("glm", "glm"),
         variant("glm4", "glm4"),
         variant("gpt2", "gpt2"),
+        variant("mixtral", "mixtral", num_local_experts=4, sliding_window=17),
+        variant("qwen3_moe", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48),
+        variant("glm4_moe", "glm4_moe", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32),
     )
 }
 NATIVE = "native" if available_isas() else "reference"

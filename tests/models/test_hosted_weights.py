@@ -74,7 +74,9 @@ def test_what_weights_take_is_known_before_they_are_read(
     size = weight_bytes(hosted_architecture(config, mixtral), backend)
     assert size == sum(tensor.nbytes for tensor in load_file(mixtral / WEIGHTS).values())
     monkeypatch.setattr(loading, "memory_of", lambda _: Memory(size - 1, "made up"))
-    arguments = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 8}
+    arguments = {
+        "dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 8, "model_impl": "transformers",
+    }  # fmt: skip
     with pytest.warns(WeightsWarning, match="more than the .* the system may end the process$"):
         LLM(str(mixtral), **arguments).close()
     huge = tiny_config("olmo2", architectures=["Olmo2ForCausalLM"], intermediate_size=10**12)

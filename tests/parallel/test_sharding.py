@@ -13,13 +13,16 @@ from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from pagedec.formats.dummy import DummySource
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.experts import ExpertChoice
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.families.gpt2 import GPT2Architecture
+from pagedec.models.mixture import Mixture, MixtureNames
 from pagedec.models.sharding import ShardedSource, heads_of, part_of, sharded, shares
 from pagedec.runtime import loading
 from pagedec.runtime.loading import load_whole, load_worker
 from tests.parallel.ranks import together
 
+EXPERTS = Mixture(ExpertChoice(5, 2), 72, 40, (1,), MixtureNames(shared="mlp.shared_expert", shared_gate="mlp.gate_2"))
 PLAIN, FUSED = LayerNames(), LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
@@ -79,6 +82,8 @@ ARCHITECTURES = {
     "parts": architecture(),
     "fused": architecture(FUSED),
     "one kv head": architecture(num_kv_heads=1),
+    "experts": architecture(mixture=EXPERTS, num_layers=3),
+    "experts of one layer": architecture(mixture=dataclasses.replace(EXPERTS, dense_layers=()), num_layers=1),
     "gpt2": GPT2Architecture(
         "gpt2", vocab_size=131, hidden_size=96, intermediate_size=200, num_layers=1, num_attention_heads=6,
         num_kv_heads=6, head_dim=16, max_position_embeddings=64,
@@ -111,7 +116,8 @@ def test_cuts_make_up_every_weight(name: str, world: int) -> None:
         assert replicated or len(values) == whole.numel()
         below = weight.split(".", 3)[-1] if weight.startswith("model.layers") else weight.split(".", 2)[-1]
         for arch_of_rank, cut in zip(local, cuts, strict=True):
-            shapes = arch_of_rank.layer_shapes()
+            layer = int(weight.split(".")[2]) if weight.startswith("model.layers") else 0
+            shapes = arch_of_rank.layer_shapes(layer)
             if below in shapes and name != "gpt2":
                 assert tuple(cut.shape) == shapes[below]
 

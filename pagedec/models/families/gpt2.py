@@ -13,7 +13,8 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.source import WeightSource
 from pagedec.formats.values import one_of, positive_int, required
-from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program, Rope
+from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Rope
+from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture, Part, Portion, stacked
 from pagedec.models.buffers import StepBuffers
@@ -36,7 +37,7 @@ Norm = tuple[torch.Tensor, torch.Tensor]
 class GPT2Architecture(Architecture):
     """An Architecture with GPT-2's weights; `rms_norm_eps` is that of its layer norms."""
 
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, layer: int = 0) -> dict[str, tuple[int, ...]]:
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {}
         for norm in ("ln_1", "ln_2"):

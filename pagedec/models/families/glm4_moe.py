@@ -1,0 +1,57 @@
+"""GLM-4.5 and its successors (GLM-4.5 Team 2025): sigmoid scores with a bias for the choice, one expert that all rows
+take, the first layers dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagedec.errors import InvalidArgument
+from pagedec.formats.values import is_int, positive_int
+from pagedec.kernels.experts import ExpertChoice
+from pagedec.kernels.records import ExpertScore
+from pagedec.models.architecture import Architecture
+from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.family import Family
+from pagedec.models.mixture import Mixture, MixtureNames
+from pagedec.models.transformer import Transformer
+
+DEFAULTS = {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_experts_per_tok": 8,
+    "n_routed_experts": 128, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+NAMES = MixtureNames(bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts")
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    values = merged(config, DEFAULTS)
+    for field in ("n_group", "topk_group"):
+        if values.get(field, 1) != 1:
+            raise InvalidArgument(field, values[field], "must be 1: choices by groups of experts are not supported")
+    fields, bias = base_fields(values, rotates_parts=True), values.get("attention_bias", False)
+    shared, dense = values["n_shared_experts"], values["first_k_dense_replace"]
+    positive_int("n_shared_experts", shared)
+    if not is_int(dense) or dense < 0:
+        raise InvalidArgument("first_k_dense_replace", dense, "must be an integer of at least 0")
+    choice = ExpertChoice(
+        values.get("num_local_experts", values["n_routed_experts"]),
+        values["num_experts_per_tok"],
+        ExpertScore.SIGMOID,
+        values["norm_topk_prob"],
+        values["routed_scaling_factor"],
+    )
+    width, layers = values["moe_intermediate_size"], fields["num_layers"]
+    positive_int("moe_intermediate_size", width)
+    mixture = Mixture(choice, width, width * shared, tuple(range(min(dense, layers))), NAMES)
+    return Architecture(
+        "glm4_moe",
+        **fields,
+        attention_bias=bias,
+        qk_norm=values.get("use_qk_norm", False),
+        mixture=mixture,
+        renamed=((rf"model\.layers\.{layers}\..*", None),),  # it predicts a further token
+    )
+
+
+FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), ("glm4_moe",), read, Transformer)

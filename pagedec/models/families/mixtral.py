@@ -1,0 +1,31 @@
+"""Mixtral (Jiang et al. 2024): Mistral's blocks with a mixture of experts in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagedec.kernels.experts import ExpertChoice
+from pagedec.kernels.records import ExpertScore
+from pagedec.models.architecture import Architecture
+from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.family import Family
+from pagedec.models.mixture import Mixture, MixtureNames
+from pagedec.models.transformer import Transformer
+
+DEFAULTS = {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "rope_theta": 1000000.0,
+}  # fmt: skip
+NAMES = MixtureNames("block_sparse_moe.gate", "", "block_sparse_moe.experts", ("w1", "w3", "w2"))
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    values = merged(config, DEFAULTS)
+    fields = base_fields(values)
+    choice = ExpertChoice(values["num_local_experts"], values["num_experts_per_tok"], ExpertScore.SOFTMAX_CHOSEN)
+    mixture = Mixture(choice, fields["intermediate_size"], names=NAMES)
+    return Architecture("mixtral", **fields, sliding_window=values.get("sliding_window"), mixture=mixture)
+
+
+FAMILY = Family("mixtral", ("MixtralForCausalLM",), ("mixtral",), read, Transformer)
