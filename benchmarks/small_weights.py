@@ -26,7 +26,7 @@ from pagedec import LLM, SamplingParams
 from pagedec.formats.resolve import resolve_model
 from pagedec.kernels.arena import Arena
 from pagedec.kernels.native import NativeBackend
-from pagedec.kernels.native_program import NativeWeight
+from pagedec.kernels.native_weight import NativeExperts, NativeWeight
 
 MOST_READ = 1 << 30  # bytes of the probe: a longer read is timed in part
 
@@ -49,7 +49,10 @@ class Contestant:
         runner = self.engine.executor.worker.lanes["target"]  # type: ignore[attr-defined]
         assert isinstance(runner.backend, NativeBackend), "build the kernels first: make build"
         self.context, self.arch = runner.backend.context, runner.model.arch
-        self.weight_bytes = sum(weight.data.nbytes for weight in packed_weights(runner.model))
+        self.weight_bytes = sum(
+            (weight.each if isinstance(weight, NativeExperts) else weight).data.nbytes
+            for weight in packed_weights(runner.model)
+        )
         pool = self.engine.executor.geometry.kv_cache
         self.kv_token_bytes = pool.num_bytes / (pool.num_blocks * pool.block_size)
 
@@ -77,13 +80,20 @@ class Contestant:
             self.engine.step()
 
 
-def packed_weights(model: Any) -> Iterator[NativeWeight]:
-    """Those of linear layers, which a step reads all of."""
+def packed_weights(model: Any) -> Iterator[NativeWeight | NativeExperts]:
+    """Those of linear layers, which a step reads all of but experts' that nobody has chosen."""
     for layer in model.layers:
-        for field in dataclasses.fields(layer):
-            if isinstance(value := getattr(layer, field.name), NativeWeight):
-                yield value
+        yield from _packed_in(layer)
     yield model.lm_head
+
+
+def _packed_in(record: Any) -> Iterator[NativeWeight | NativeExperts]:
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, NativeWeight | NativeExperts):
+            yield value
+        elif dataclasses.is_dataclass(value):
+            yield from _packed_in(value)
 
 
 def prompts_of(arch: Any, count: int, length: int) -> list[list[int]]:

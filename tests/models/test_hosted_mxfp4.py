@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedec import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, ModelFileError
+from tests.engine.neighbours import assert_neighbours_change_nothing
 from tests.models.hosted_checkpoints import LENGTH, VOCAB, tiny_config, tiny_model
 from tests.models.test_hosted import BACKEND, load_hosted, make_backend, relative_error
 from tests.support import all_logits
@@ -98,44 +98,4 @@ def test_a_family_of_our_own_has_none(tmp_path: Path) -> None:
 def test_neighbours_that_fail_flood_and_leave_change_no_answer(
     checkpoint: tuple[Path, list[int], torch.Tensor],
 ) -> None:
-    """In a pool in which they preempt one another, with prompts over the window, blocks and a step's rows."""
-    sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_batched_tokens": 24, "block_size": 8}
-    tokens = checkpoint[1]
-    params = [
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-        SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=24, ignore_eos=True),
-        BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True),
-    ]
-    prompts = [tokens[:50], tokens[:41], tokens[20:60]]
-
-    def answers(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-        return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
-
-    def fail(sequence: list[int]) -> list[int]:
-        if len(sequence) > 32:
-            raise ZeroDivisionError("a user's mistake")
-        return [5, 6, 7]
-
-    with LLM(str(checkpoint[0]), num_blocks=96, **sizes) as roomy:
-        want = [
-            answers(roomy.generate([prompt], own, use_tqdm=False)) for prompt, own in zip(prompts, params, strict=True)
-        ]
-    with LLM(str(checkpoint[0]), num_blocks=20, **sizes) as llm:
-        flood = [SamplingParams(temperature=1.0, seed=i, max_tokens=9, ignore_eos=True) for i in range(12)]
-        failing = SamplingParams(max_tokens=9, allowed_tokens_fn=fail)
-        with contextlib.closing(llm.stream(tokens[:33], params[0])) as left:
-            next(left)  # and leave it with its blocks, behind the others' first steps
-            outputs = llm.generate(
-                [*prompts, tokens[:30], *[tokens[i : i + 26] for i in range(12)]],
-                [*params, failing, *flood],
-                use_tqdm=False,
-                on_error="return",
-            )
-        assert "a user's mistake" in repr(outputs[3].error.__cause__) and all(
-            output.error is None for output in outputs[4:]
-        )
-        assert [answers([output]) for output in outputs[:3]] == want
-        llm.engine.scheduler.check()
-        assert sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None) > 0
-        pool = llm.engine.scheduler.pools["target"]
-        assert pool.num_available == pool.num_blocks
+    assert_neighbours_change_nothing(checkpoint[0], checkpoint[1], dtype="float32")

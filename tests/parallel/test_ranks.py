@@ -66,6 +66,15 @@ MODELS = {
         variant("phi3", "phi3", sliding_window=21, partial_rotary_factor=0.5),
         variant("glm4", "glm4"),
         variant("gpt2", "gpt2"),
+        variant(
+            "qwen2_moe",
+            "qwen2_moe",
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=72,
+            shared_expert_intermediate_size=40,
+        ),
+        variant("glm4_moe", "glm4_moe", n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, **THREE),
     )
 }
 SETTINGS = [
@@ -81,6 +90,9 @@ SETTINGS = [
     Setting("phi3"),
     Setting("glm4"),
     Setting("gpt2"),
+    Setting("qwen2_moe"),
+    Setting("glm4_moe", 3),
+    Setting("glm4_moe", 2, dtype="bfloat16", kv="int8"),
     Setting("gpt2", 2, "sockets", "reference"),
     Setting("llama", 2, "sockets", "reference"),
 ]
