@@ -9,19 +9,27 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.gguf.tensor_names import ROPE_FACTORS
 from pagedec.formats.values import positive_int
+from pagedec.kernels.experts import ExpertChoice
+from pagedec.kernels.records import ExpertScore
 from pagedec.models.rope_scaling import RopeScaling, longrope_attention, yarn_attention
 
+GATING = {ExpertScore.SOFTMAX: 1, ExpertScore.SOFTMAX_CHOSEN: 1, ExpertScore.SIGMOID: 2}
+"""What expert_gating_func says of a score; 0 says nothing. With softmax, weights that are normalised over those chosen
+are a softmax over these."""
 
-def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False) -> dict[str, Any]:
+
+def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False, has_experts: bool = False) -> dict[str, Any]:
     """Return the fields of an Architecture that all families with rotary positions write alike. `rotates_parts`: less
-    than a whole head may turn; in other families llama.cpp refuses such, too."""
+    than a whole head may turn; in other families llama.cpp refuses such, too. `has_experts`: the family's files may
+    have mixtures of them."""
     name, names, get = fields.name, fields.tensor_names, fields.get
     hidden, heads, context = get("embedding_length"), get("attention.head_count"), get("context_length")
     given = (("embedding_length", hidden), ("attention.head_count", heads), ("context_length", context))
     for field, value in given:
         positive_int(f"{name}.{field}", value)  # head counts a layer, as some architectures have, are a list
-    if get("expert_count", 0):
-        raise InvalidArgument(f"{name}.expert_count", get("expert_count"), "mixtures of experts are not supported")
+    if not has_experts and get("expert_count", 0):
+        limit = "is not supported: no models of this architecture with mixtures of experts are known; must be 0"
+        raise InvalidArgument(f"{name}.expert_count", get("expert_count"), limit)
     head_dim = get("attention.key_length", hidden // heads)
     if get("attention.value_length", head_dim) != head_dim:
         limit = f"must equal the key length, which is {head_dim}"
@@ -34,7 +42,7 @@ def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False) -> dict[st
     return fields.token_ids() | {
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
-        "num_layers": get("block_count"),
+        "num_layers": fields.layers(),
         "num_attention_heads": heads,
         "num_kv_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -51,6 +59,34 @@ def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False) -> dict[st
     }
 
 
+def gguf_choice(fields: GgufFields, score: ExpertScore, normalizes: bool) -> ExpertChoice:
+    """Return how experts are chosen. `score` is the family's, whatever a file says; `normalizes` is what llama.cpp does
+    where it says nothing."""
+    get = fields.get
+    norms = (True,) if score == ExpertScore.SOFTMAX_CHOSEN else (True, False)
+    for field, default, allowed in (
+        ("expert_group_count", 0, (0, 1)),
+        ("expert_gating_func", 0, (0, GATING[score])),
+        ("expert_weights_norm", normalizes, norms),
+    ):
+        if (value := get(field, default)) not in allowed:
+            raise InvalidArgument(f"{fields.name}.{field}", value, f"must be {' or '.join(map(str, allowed))}")
+    return ExpertChoice(
+        fields.integer("expert_count"),
+        fields.integer("expert_used_count"),
+        score,
+        score != ExpertScore.SOFTMAX_CHOSEN and get("expert_weights_norm", normalizes),
+        get("expert_weights_scale", 0) or 1.0,
+    )
+
+
+def gguf_expert_width(fields: GgufFields) -> int:
+    """Return the width of each expert; where a file does not say it, those of a row are as wide as the dense layer."""
+    if fields.get("expert_feed_forward_length", 0):
+        return fields.integer("expert_feed_forward_length")
+    return fields.integer("feed_forward_length") // fields.integer("expert_used_count")
+
+
 def _check_layers(fields: GgufFields) -> None:
     """Raise InvalidArgument where a file says of its layers what none here does: read without it, they would answer
     something else."""
@@ -61,9 +97,6 @@ def _check_layers(fields: GgufFields) -> None:
         # for these, converters reorder the rows of q and k
         limit = "is not supported: positions of images, whose sections turn halves of a head; must be zeros"
         raise InvalidArgument(f"{fields.name}.rope.dimension_sections", sections, limit)
-    if get("nextn_predict_layers", 0):
-        limit = "is not supported: block_count includes blocks that predict further tokens; must be 0"
-        raise InvalidArgument(f"{fields.name}.nextn_predict_layers", get("nextn_predict_layers"), limit)
 
 
 def _rope_scaling(fields: GgufFields) -> RopeScaling | None:

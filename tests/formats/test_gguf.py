@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from pagedec.errors import ModelFileError
+from pagedec.formats.gguf.header import ENCODINGS, GgufTensor, read_gguf_header
 from pagedec.formats.gguf.reader import GgufSource, unpermute
 
 WriteGguf = Callable[..., Path]
@@ -178,3 +180,59 @@ def test_head_counts_by_layer_are_refused(write_gguf: WriteGguf) -> None:
     )
     with pytest.raises(ModelFileError, match=r"attn_k\.weight has 16 rows for \[2, 1\] k heads"):
         GgufSource(path)
+
+
+def test_experts_are_rows_of_one_tensor(write_gguf: WriteGguf) -> None:
+    """Each is served under a name of its own, as it lies in the file: no expert costs a read of all, or a copy."""
+    stack = np.random.default_rng(5).standard_normal((3, 6, 64)).astype(np.float32)
+    kinds = [GGMLQuantizationType[name] for name in ("Q8_0", "F16", "F32")]
+    given = zip((stack, stack.astype(np.float16), stack), kinds, strict=True)
+    tensors = {f"blk.1.ffn_{part}_exps.weight": pair for part, pair in zip(("down", "up", "gate"), given, strict=True)}
+    path = write_gguf(tensors, architecture="qwen3moe")
+    source = GgufSource(path)
+    names = [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for part in ("down", "up", "gate") for e in range(3)]
+    assert source.names() == names and all(source.shape(name) == (6, 64) for name in names)
+    rounded = quants.dequantize(quants.quantize(stack, kinds[0]), kinds[0])
+    for i, name in enumerate(names):
+        expected = (rounded, stack.astype(np.float16), stack)[i // 3][i % 3]
+        assert np.array_equal(source.load(name).numpy(), expected)
+        assert (source.blocks(name) is None) == (i >= 3)
+    blocks = [source.blocks(name) for name in names[:3]]
+    places = [own.data.data_ptr() for own in blocks if own is not None]
+    assert np.diff(places).tolist() == [6 * 2 * 34] * 2
+
+
+def test_experts_of_other_architectures(write_gguf: WriteGguf) -> None:
+    matrix = np.zeros((4, 32), np.float32)
+    source = GgufSource(write_gguf({"blk.0.ffn_gate.1.weight": matrix, "blk.0.ffn_down_exps.weight": matrix}))
+    assert source.names() == [f"model.layers.0.block_sparse_moe.experts.{e}.weight" for e in ("1.w1", "0.w2")]
+    unknown = write_gguf({"blk.0.ffn_up_exps.weight": matrix[None]}, architecture="qwen3", name="dense.gguf")
+    assert GgufSource(unknown).names() == ["blk.0.ffn_up_exps.weight"]  # and so the check of names reports it
+
+
+@pytest.mark.parametrize("name", ["ffn_gate_exps", "ffn_gate.0"])
+@pytest.mark.parametrize("shape", [(64,), (1025, 1, 32), (2, 2, 2, 32), (0, 4, 32), (1 << 40, 0, 32)])
+def test_what_is_no_stack_of_experts(write_gguf: WriteGguf, name: str, shape: tuple[int, ...]) -> None:
+    tensor = GgufTensor(f"blk.0.{name}.weight", ENCODINGS[0], shape, 0, 0)
+    header = replace(
+        read_gguf_header(write_gguf({"output_norm.weight": np.zeros(32, np.float32)})), tensors={"": tensor}
+    )
+    with pytest.raises(ModelFileError, match=r"weight is \[.*\], must be matrices of 1 to 1024 experts"):
+        GgufSource(header.path, header)
+
+
+def test_blocks_behind_the_model_are_not_read(write_gguf: WriteGguf) -> None:
+    norm = np.zeros(32, np.float32)
+    tensors = {f"blk.{i}.attn_norm.weight": norm for i in range(3)}
+    for said, count in ((0, 3), (1, 2), (2, 1), ("x", 3)):
+        path = write_gguf(
+            tensors, {"glm4moe.nextn_predict_layers": said, "glm4moe.block_count": 3}, f"{said}.gguf", "glm4moe"
+        )
+        assert len(GgufSource(path).names()) == count
+
+
+def test_the_gate_of_a_shared_expert_is_a_row(write_gguf: WriteGguf) -> None:
+    row = np.arange(32, dtype=np.float32)
+    for given in (row, row[None]):
+        source = GgufSource(write_gguf({"blk.0.ffn_gate_inp_shexp.weight": given}, architecture="qwen2moe"))
+        assert np.array_equal(source.load("model.layers.0.mlp.shared_expert_gate.weight").numpy(), row[None])

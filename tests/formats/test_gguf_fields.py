@@ -8,6 +8,7 @@ import pytest
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.registry import from_gguf
 from pagedec.models.rope_scaling import RopeScaling
@@ -17,6 +18,8 @@ SHAPE = {
     "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
 }  # fmt: skip
 WINDOW = {"attention.sliding_window": 8}
+EXPERTS = {"expert_count": 8, "expert_used_count": 2}
+GLM = EXPERTS | {"expert_feed_forward_length": 8, "expert_shared_count": 1}
 DIVISORS = (1.0, 2.0, 4.0, 8.0)
 
 
@@ -47,7 +50,24 @@ def test_a_factor_stretches_also_where_no_type_is_said(fields: dict[str, Any], f
     ("qwen3", {"rope.dimension_count": 0}, "qwen3.rope.dimension_count is 0: must be the whole of a head"),
     ("glm4", {"rope.dimension_sections": [4, 4, 8, 0]}, r"glm4.rope.dimension_sections is \[4, 4, 8, 0\]: is not supp"),
     ("glm4", {"rope.dimension_sections": 4}, "glm4.rope.dimension_sections is 4: is not supported"),
-    ("glm4", {"nextn_predict_layers": 1}, "glm4.nextn_predict_layers is 1: is not supported: block_count includes"),
+    ("glm4", {"nextn_predict_layers": 6}, "glm4.nextn_predict_layers is 6: must be from 0 to 5, less than the blocks"),
+    ("glm4", {"nextn_predict_layers": -1}, "glm4.nextn_predict_layers is -1: must be from 0 to 5"),
+    ("glm4", {"nextn_predict_layers": [1]}, r"glm4.nextn_predict_layers is \[1\]: must be from 0 to 5"),
+    ("qwen3", {"expert_count": 8}, "qwen3.expert_count is 8: is not supported: no models of this architecture"),
+    ("llama", EXPERTS | {"expert_count": "8"}, "llama.expert_count is '8': must be an integer of at least 1"),
+    ("llama", EXPERTS | {"expert_count": 1025}, "num_experts is 1025: must be at most 1024"),
+    ("llama", EXPERTS | {"expert_weights_norm": False}, "llama.expert_weights_norm is False: must be True"),
+    ("llama", EXPERTS | {"expert_gating_func": 2}, "llama.expert_gating_func is 2: must be 0 or 1"),
+    ("qwen3moe", EXPERTS | {"expert_used_count": 9}, "num_experts_per_tok is 9: must be at most the number of exp"),
+    ("qwen3moe", EXPERTS | {"expert_used_count": [2] * 6}, r"qwen3moe.expert_used_count is \[2, 2, .*: must be an int"),
+    ("qwen3moe", EXPERTS | {"expert_feed_forward_length": [8] * 6}, "feed_forward_length is .*: must be an integer"),
+    ("qwen3moe", EXPERTS | {"expert_weights_norm": 2}, "qwen3moe.expert_weights_norm is 2: must be True or False"),
+    ("qwen2moe", EXPERTS | {"expert_shared_feed_forward_length": -1}, "shared_expert_intermediate_size is -1: must be"),
+    ("qwen2moe", EXPERTS | {"expert_weights_scale": -2.0}, "routed_scaling_factor is -2.0: must be a finite number"),
+    ("glm4moe", GLM | {"expert_gating_func": 1}, "glm4moe.expert_gating_func is 1: must be 0 or 2"),
+    ("glm4moe", GLM | {"expert_group_count": 4}, "glm4moe.expert_group_count is 4: must be 0 or 1"),
+    ("glm4moe", EXPERTS | {"expert_feed_forward_length": 8}, "glm4moe.expert_shared_count is None: must be given"),
+    ("glm4moe", GLM | {"leading_dense_block_count": -1}, "leading_dense_block_count is -1: must be an integer from 0"),
     ("gemma3", {**WINDOW, "attention.sliding_window_pattern": [True]}, r"_pattern is \[True\]: .* for each of 6"),
     ("gemma3", {**WINDOW, "attention.sliding_window_pattern": 0}, "gemma3.attention.sliding_window_pattern is 0"),
 ])  # fmt: skip
@@ -74,6 +94,34 @@ def test_the_first_files_of_gemma_2_have_its_caps_and_its_window() -> None:
     assert (arch.attention_soft_cap, arch.final_soft_cap, arch.sliding_window) == (50.0, 30.0, 4096)
     said = read("gemma2", {**WINDOW, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0})
     assert (said.attention_soft_cap, said.final_soft_cap, said.sliding_window) == (20.0, 10.0, 8)
+
+
+@pytest.mark.parametrize(("name", "said", "chosen"), [
+    ("llama", {}, ("mixtral", ExpertScore.SOFTMAX_CHOSEN, False, 1.0, 48)),
+    ("qwen2moe", {}, ("qwen2_moe", ExpertScore.SOFTMAX, False, 1.0, 24)),
+    ("qwen2moe", {"expert_weights_norm": True}, ("qwen2_moe", ExpertScore.SOFTMAX, True, 1.0, 24)),
+    ("qwen3moe", {"expert_weights_scale": 0.0}, ("qwen3_moe", ExpertScore.SOFTMAX, True, 1.0, 24)),
+    ("qwen3moe", {"expert_weights_norm": False, "expert_feed_forward_length": 8},
+     ("qwen3_moe", ExpertScore.SOFTMAX, False, 1.0, 8)),
+    ("glm4moe", GLM, ("glm4_moe", ExpertScore.SIGMOID, False, 1.0, 8)),
+    ("glm4moe", GLM | {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5},
+     ("glm4_moe", ExpertScore.SIGMOID, True, 2.5, 8)),
+])  # fmt: skip
+def test_how_experts_are_chosen(name: str, said: dict[str, Any], chosen: tuple[Any, ...]) -> None:
+    """qwen3moe is normalised whatever Qwen3's own default is; qwen2moe and glm4moe are not."""
+    arch = read(name, EXPERTS | said)
+    assert arch.mixture is not None
+    own = arch.mixture.choice
+    assert (arch.name, own.score, own.normalize, own.scale, arch.mixture.width) == chosen
+    assert (own.num_experts, own.num_chosen) == (8, 2)
+
+
+def test_the_layers_of_glm() -> None:
+    arch = read("glm4moe", GLM | {"nextn_predict_layers": 2, "leading_dense_block_count": 1, "expert_shared_count": 3})
+    assert arch.num_layers == 4 and arch.mixture is not None
+    assert (arch.mixture.dense_layers, arch.mixture.shared_width) == ((0,), 24)
+    none = read("glm4moe", GLM | {"expert_shared_count": 0}).mixture
+    assert none is not None and (none.dense_layers, none.shared_width) == ((), 0)
 
 
 @pytest.mark.parametrize(("name", "pattern", "full"), [

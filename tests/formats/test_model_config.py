@@ -319,7 +319,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"llama.attention.head_count_kv": [4, 2]}, r"num_kv_heads is \[4, 2\]"),
     ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
     ({"llama.attention.value_length": 4}, "value_length is 4: must equal the key length, which is 8"),
-    ({"llama.expert_count": 8}, "llama.expert_count is 8: mixtures of experts"),
+    ({"llama.expert_count": 8}, "llama.expert_used_count is None: must be given"),
     ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope': .*none, linear, yarn"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is None"),
     ({"llama.vocab_size": "96"}, "vocab_size is '96'"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "glm": "chatglm", "glm4": "glm4", "gpt2": "gpt2",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
 }  # fmt: skip
 """general.architecture by model_type."""
 Tensors = dict[str, np.ndarray]
@@ -35,14 +37,68 @@ def pair_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def stored(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     """A tensor as the converter of its architecture writes it."""
     kind = config["model_type"]
-    if kind in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+    if kind in ("llama", "mistral", "mixtral") and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         return pair_rows(values, heads)
     if kind.startswith("gemma") and name.endswith("norm.weight"):
         return values + np.float32(1)
+    if name.endswith("shared_expert_gate.weight"):
+        return values[0]
     if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return values.T
     return values
+
+
+def stack_experts(tensors: Tensors) -> Tensors:
+    """The experts' matrices stacked, under the names that the converter gives to that."""
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    others: Tensors = {}
+    for name, values in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
+            stacks.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = values
+        else:
+            others[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
+    stacked = {name: np.stack([rows[e] for e in range(len(rows))]) for name, rows in stacks.items()}
+    return others | {
+        re.sub(r"^model\.(.*)block_sparse_moe\.experts", r"\1feed_forward.experts", name): values
+        for name, values in stacked.items()
+    }
+
+
+def apart(tensors: Tensors) -> Tensors:
+    """As files of 2023 have the experts: one tensor for each."""
+    names = {name for name in tensors if "_exps." in name}
+    each = {name.replace("_exps.", f".{e}."): values for name in names for e, values in enumerate(tensors[name])}
+    return {name: values for name, values in tensors.items() if name not in names} | each
+
+
+def block_behind(tensors: Tensors, number: int) -> Tensors:
+    """A block that predicts a further token, as GLM-4.5's files have it: as a layer of the model's, and what is its
+    own."""
+    layer = f"blk.{number - 1}."
+    copied = {f"blk.{number}.{name.removeprefix(layer)}": -v for name, v in tensors.items() if name.startswith(layer)}
+    norm = tensors["output_norm.weight"]
+    own = {"eh_proj": np.ones((len(norm), 2 * len(norm)), np.float32), "enorm": norm, "hnorm": norm}
+    return copied | {f"blk.{number}.nextn.{name}.weight": values for name, values in own.items()}
+
+
+def add_experts(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What the converter says of experts: of Qwen's neither norm nor scale."""
+    count = next(config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config)
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if config["model_type"] == "glm4_moe":
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
 def llama3_factors(config: Mapping[str, Any]) -> np.ndarray:
@@ -101,7 +157,9 @@ def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) ->
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config["num_nextn_predict_layers"])
+    if config["num_nextn_predict_layers"]:
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -114,20 +172,32 @@ def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) ->
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("num_experts_per_tok"):
+        add_experts(writer, config)
     add_rope(writer, config, extra)
 
 
-def write_model(directory: Path, path: Path, encoding: GGMLQuantizationType = F32, fused_qkv: bool = False) -> Path:
-    """Write a saved model as GGUF, its matrices in `encoding`; `fused_qkv`: as ChatGLM's first files have q, k and
-    v."""
+def write_model(
+    directory: Path,
+    path: Path,
+    encoding: GGMLQuantizationType = F32,
+    fused_qkv: bool = False,
+    stacked: bool = True,
+    num_behind: int = 0,
+    left_out: Sequence[str] = (),
+) -> Path:
+    """Write a saved model as GGUF, its matrices in `encoding`; `fused_qkv`: as ChatGLM's first files have q, k and v;
+    not `stacked`: as Mixtral's first files have experts. `num_behind` blocks predict further tokens. `left_out`:
+    fields of the architecture's own."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["num_nextn_predict_layers"] = num_behind
     architecture = ARCHITECTURES[config["model_type"]]
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, config.get("num_hidden_layers", config.get("n_layer")))
     writer, extra = GGUFWriter(path, architecture), {}
     add_fields(writer, config, extra)
     tensors: Tensors = {}
-    for name, values in read_tensors(directory).items():
+    for name, values in stack_experts(read_tensors(directory)).items():
         stem, _, kind = name.rpartition(".")
         full = stem if "." in stem or config["model_type"] != "gpt2" else f"transformer.{stem}"
         given = table.get_name(full) or table.get_name(f"transformer.{stem}")
@@ -138,12 +208,18 @@ def write_model(directory: Path, path: Path, encoding: GGMLQuantizationType = F3
             for kind in ("weight", "bias"):
                 parts = [tensors.pop(f"blk.{i}.attn_{part}.{kind}") for part in "qkv"]
                 tensors[f"blk.{i}.attn_qkv.{kind}"] = np.concatenate(parts)
-    for name, values in (tensors | extra).items():
-        values, kept = np.ascontiguousarray(values), values.ndim == 1 or encoding == F32
+    for i in range(num_behind):
+        tensors |= block_behind(tensors, config["num_hidden_layers"] + i)
+    tensors = (tensors if stacked else apart(tensors)) | extra
+    for name, values in tensors.items():
+        values = np.ascontiguousarray(values)
+        kept = values.ndim == 1 or encoding == F32 or "ffn_gate_inp" in name
         if kept:
             writer.add_tensor(name, values.astype(np.float32))
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, encoding), raw_dtype=encoding)
+    for field in left_out:
+        del writer.kv_data[0][f"{architecture}.{field}"]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

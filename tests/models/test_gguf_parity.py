@@ -58,6 +58,17 @@ VARIANTS = (
     variant("glm", "glm", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     variant("glm4", "glm4", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     variant("gpt2", "gpt2"),
+    variant("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2, num_attention_heads=4, head_dim=16),
+    variant("qwen2-moe", "qwen2_moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
+            shared_expert_intermediate_size=80, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    variant("qwen2-moe-of-the-dense-width", "qwen2_moe", num_experts=4, num_experts_per_tok=2, head_dim=32,
+            moe_intermediate_size=48, shared_expert_intermediate_size=96),
+    variant("qwen3-moe", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+            norm_topk_prob=True, num_attention_heads=4, num_key_value_heads=2),
+    variant("glm4-moe", "glm4_moe", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40,
+            routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True, num_hidden_layers=3),
+    variant("glm4-moe-all-sparse", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+            n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False),
     variant("gpt2-large-context", "gpt2", n_inner=256, n_positions=1024),
 )  # fmt: skip
 BY_NAME = {chosen.name: chosen for chosen in VARIANTS}
@@ -86,6 +97,31 @@ def error(chosen: Variant, checkpoint: Checkpoint, path: Path) -> float:
 def test_logits(chosen: Variant, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints(chosen.name)
     assert error(chosen, checkpoint, write_model(checkpoint.path, tmp_path / "tiny.gguf")) < RELATIVE
+
+
+def test_experts_in_a_tensor_each(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """As Mixtral's files of 2023 have them."""
+    path = write_model(checkpoints("mixtral").path, tmp_path / "tiny.gguf", stacked=False)
+    assert error(BY_NAME["mixtral"], checkpoints("mixtral"), path) < RELATIVE
+
+
+UNSAID = {
+    "qwen2-moe-of-the-dense-width": ["expert_feed_forward_length", "expert_shared_feed_forward_length"],
+    "glm4-moe-all-sparse": ["leading_dense_block_count", "expert_gating_func", "expert_weights_norm",
+                            "expert_weights_scale"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_a_file_does_not_say_of_experts(name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """It is what llama.cpp takes, whose logits of these files are the same."""
+    path = write_model(checkpoints(name).path, tmp_path / "tiny.gguf", left_out=UNSAID[name])
+    assert error(BY_NAME[name], checkpoints(name), path) < RELATIVE
+
+
+def test_blocks_that_predict_further_tokens_are_passed_over(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = write_model(checkpoints("glm4-moe").path, tmp_path / "tiny.gguf", num_behind=2)
+    assert error(BY_NAME["glm4-moe"], checkpoints("glm4-moe"), path) < RELATIVE
 
 
 def test_one_matrix_for_q_k_and_v(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from pagedec.errors import ModelFileError
+from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.gguf.header import GgufHeader
 from pagedec.formats.gguf.tensor_names import LONG_FACTORS, NO_WEIGHTS, ROPE_FACTORS, SHORT_FACTORS
-from pagedec.formats.values import layer_count, positive_int, positive_number, required
+from pagedec.formats.values import is_int, layer_count, positive_int, positive_number, required
 
 MAX_FACTORS = 4096  # half a head's size, far above any in use
 
@@ -45,10 +45,13 @@ class GgufFields:
         return int(value)
 
     def layers(self) -> int:
-        """Return the number of blocks."""
-        count = self.integer("block_count")
+        """Return the number of the model's blocks: of those of a file, the last ones may predict further tokens."""
+        count, behind = self.integer("block_count"), self.get("nextn_predict_layers", 0)
         layer_count(f"{self.name}.block_count", count)
-        return count
+        if not is_int(behind) or not 0 <= behind < count:
+            limit = f"must be from 0 to {count - 1}, less than the blocks there are"
+            raise InvalidArgument(f"{self.name}.nextn_predict_layers", behind, limit)
+        return count - behind
 
     def number(self, field: str, default: float | None = None) -> float:
         """Return the architecture's own field, a finite number greater than 0."""

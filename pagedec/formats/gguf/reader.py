@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,13 +11,14 @@ import torch
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf.dequantize import PLAIN, dequantize
 from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
-from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, layout_of
+from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, SHARED_GATE, is_behind, layout_of
 from pagedec.formats.mapping import MappedFile
 from pagedec.formats.quantize import from_q4_1
 from pagedec.kernels.blocks import Blocks
 
 BLOCKS = {"Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k"}
 """The encodings that kernels take as they are, Q4_1 all but."""
+MAX_EXPERTS = 1024  # PD_MAX_EXPERTS: a damaged file may say any number, and each has a name
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
@@ -81,9 +82,10 @@ class GgufSource:
         self._mapped: MappedFile | None = None
         self._architecture = self.header.fields.get("general.architecture")
         self._layout = layout_of(self._architecture)
+        self._num_layers = self._layers()
         self._stored: dict[str, _Stored] = {}
         for name, tensor in self.header.tensors.items():
-            if name in NO_WEIGHTS:
+            if name in NO_WEIGHTS or (self._num_layers is not None and is_behind(name, self._num_layers)):
                 continue
             for hf_name, stored in self._places(tensor).items():
                 if hf_name in self._stored:
@@ -93,16 +95,37 @@ class GgufSource:
 
     def _places(self, tensor: GgufTensor) -> dict[str, _Stored]:
         """Return what a tensor of the file becomes, by Hugging Face name."""
-        names, layout = self._layout.names(tensor.name), self._layout
-        num_rows = tensor.shape[0]
+        layout = self._layout
+        if layout.is_of_experts(tensor.name):
+            return self._experts(tensor)
+        names = layout.names(tensor.name)
         if len(names) > 1:
             return self._split(tensor, names)
         match = _BLOCK_TENSOR.fullmatch(tensor.name)
         stem = match[1] if match else tensor.name.rpartition(".")[0]
         num_heads = self._num_heads(tensor, stem[-1]) if layout.paired and stem in ("attn_q", "attn_k") else 0
+        if stem == SHARED_GATE and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))
         offset = layout.norm_offset if stem.endswith("norm") and tensor.name.endswith(".weight") else 0.0
         transposed = stem in layout.transposed and len(tensor.shape) == 2
-        return {names[0]: _Stored(tensor, 0, num_rows, num_heads, offset, transposed)}
+        return {names[0]: _Stored(tensor, 0, tensor.shape[0], num_heads, offset, transposed)}
+
+    def _layers(self) -> int | None:
+        """Return how many blocks are the model's where more are behind them, None where a file does not say it."""
+        count, behind = (
+            self.header.fields.get(f"{self._architecture}.{field}") for field in ("block_count", "nextn_predict_layers")
+        )
+        return count - behind if isinstance(count, int) and isinstance(behind, int) and behind > 0 else None
+
+    def _experts(self, tensor: GgufTensor) -> dict[str, _Stored]:
+        """Return each expert's rows of a tensor that has them one behind the other, or is of one."""
+        count, num_rows, k = {2: (1, *tensor.shape), 3: tensor.shape}.get(len(tensor.shape), (0, 0, 0))
+        names = self._layout.of_experts(tensor.name, count) if count <= MAX_EXPERTS else ()
+        if not names or len(names) != count:
+            problem = f"tensor {tensor.name} is {list(tensor.shape)}, must be matrices of 1 to {MAX_EXPERTS} experts"
+            raise ModelFileError(self._path, problem)
+        rows = replace(tensor, shape=(count * num_rows, k))
+        return {name: _Stored(rows, e * num_rows, (e + 1) * num_rows) for e, name in enumerate(names)}
 
     def _head_count(self, kind: str) -> object:
         """Return the number of heads of "q", "k" or "v" as the file has it."""

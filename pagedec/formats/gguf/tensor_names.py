@@ -1,6 +1,6 @@
 """What a GGUF file calls an architecture's tensors and how it lays them out, against what Hugging Face has.
 
-The tables follow llama.cpp's converter; names are stems, "weight" or "bias" follows.
+The tables follow llama.cpp's converter; names are stems, "weight" or "bias" follows, but where a table says it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """The two sets of divisors of longrope."""
 NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+SHARED_GATE = "ffn_gate_inp_shexp"
+"""The gate of an expert that all rows take, one row: most files have it as a vector."""
 
 TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 IN_BLOCK = {
@@ -36,7 +38,17 @@ _GEMMA = IN_BLOCK | {
 }
 _FUSED_MLP = {name: stem for name, stem in IN_BLOCK.items() if name != "ffn_gate"} | {"ffn_up": "mlp.gate_up_proj"}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_QWEN_EXPERTS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+_MIXTRAL_EXPERTS = tuple(f"block_sparse_moe.experts.{{}}.{part}" for part in ("w1", "w3", "w2"))
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OF_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)(?:_exps|\.(\d+))\.weight")
+_PARTS = ("gate", "up", "down")
+_NUMBERED = re.compile(r"blk\.(\d{1,9})\.")
+
+
+def _shared_expert(name: str) -> dict[str, str]:
+    """One that all rows take."""
+    return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in _PARTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class Layout:
     `paired`: the rows of q and k are reordered so that neighbours rotate together, where Hugging Face has halves.
     `norm_offset` was added to the weights of norms. `transposed`: matrices that Hugging Face has as [inputs, outputs].
     `split`: tensors whose rows are several of Hugging Face's, one behind the other, as many as there are heads of q, k,
-    v.
+    v. `experts`: the gate, up and down projections of expert {}, of which a tensor has all, or in files of 2023 one.
     """
 
     in_block: Mapping[str, str] = field(default_factory=lambda: IN_BLOCK)
@@ -56,6 +68,19 @@ class Layout:
     norm_offset: float = 0.0
     transposed: tuple[str, ...] = ()
     split: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+
+    def is_of_experts(self, name: str) -> bool:
+        """Return whether a tensor has matrices of experts."""
+        return bool(self.experts) and _OF_EXPERTS.fullmatch(name) is not None
+
+    def of_experts(self, name: str, count: int) -> tuple[str, ...]:
+        """Return the Hugging Face names of the experts' matrices that such a tensor has, `count` where it is of all."""
+        match = _OF_EXPERTS.fullmatch(name)
+        assert match is not None
+        part = self.experts[_PARTS.index(match[2])]
+        experts = range(count) if match[3] is None else (match[3],)
+        return tuple(f"{self.block}{match[1]}.{part.format(expert)}.weight" for expert in experts)
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the Hugging Face names of a tensor, three for one that is split.
@@ -66,6 +91,8 @@ class Layout:
         if stem in self.top_level:
             return (f"{self.top_level[stem]}.{kind}",)
         match = _BLOCK.fullmatch(name)
+        if match is not None and (own := f"{match[2]}.{match[3]}") in self.in_block:
+            return (f"{self.block}{match[1]}.{self.in_block[own]}",)
         parts = () if match is None else self.split.get(match[2], (self.in_block.get(match[2], ""),))
         if match is None or parts in ((), ("",)):
             return (name,)
@@ -73,15 +100,29 @@ class Layout:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "llama": Layout(paired=True),
+    "llama": Layout(IN_BLOCK | {"ffn_gate_inp": "block_sparse_moe.gate"}, paired=True, experts=_MIXTRAL_EXPERTS),
     "qwen2": Layout(),
+    "qwen2moe": Layout(
+        IN_BLOCK
+        | _shared_expert("shared_expert")
+        | {"ffn_gate_inp": "mlp.gate", SHARED_GATE: "mlp.shared_expert_gate"},
+        experts=_QWEN_EXPERTS,
+    ),
     "qwen3": Layout(),
+    "qwen3moe": Layout(IN_BLOCK | {"ffn_gate_inp": "mlp.gate"}, experts=_QWEN_EXPERTS),
     "gemma2": Layout(_GEMMA, norm_offset=1.0),
     "gemma3": Layout(_GEMMA, norm_offset=1.0),
     "phi3": Layout(_FUSED_MLP | {"attn_qkv": "self_attn.qkv_proj"}),
     "chatglm": Layout(_FUSED_MLP, split={"attn_qkv": _QKV}),
     "glm4": Layout(
         _FUSED_MLP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+    ),
+    "glm4moe": Layout(
+        IN_BLOCK
+        | _shared_expert("shared_experts")
+        | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
+        | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        experts=_QWEN_EXPERTS,
     ),
     "gpt2": Layout(
         {
@@ -97,9 +138,15 @@ LAYOUTS: Mapping[str, Layout] = {
         transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
 }
-"""By general.architecture. The files of Mistral call themselves llama, those of GLM-4-9B chatglm."""
+"""By general.architecture. The files of Mistral and Mixtral call themselves llama, those of GLM-4-9B chatglm."""
 
 
 def layout_of(architecture: object) -> Layout:
     """Return an architecture's layout, the plain one for others."""
     return LAYOUTS.get(architecture, Layout()) if isinstance(architecture, str) else Layout()
+
+
+def is_behind(name: str, num_layers: int) -> bool:
+    """Return whether a tensor is of a block behind the model's layers: such predict further tokens."""
+    match = _NUMBERED.match(name)
+    return match is not None and int(match[1]) >= num_layers

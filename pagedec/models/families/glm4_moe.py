@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.formats.values import is_int, positive_int
+from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.values import MAX_INT32, is_int, positive_int
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, merged
 from pagedec.models.family import Family
+from pagedec.models.gguf_fields import gguf_base_fields, gguf_choice
 from pagedec.models.mixture import Mixture, MixtureNames
 from pagedec.models.transformer import Transformer
 
@@ -54,4 +56,19 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), ("glm4_moe",), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    values, width = (
+        gguf_base_fields(fields, rotates_parts=True, has_experts=True),
+        fields.integer("expert_feed_forward_length"),
+    )
+    shared, dense = fields.get("expert_shared_count"), fields.get("leading_dense_block_count", 0)
+    for field, count in (("expert_shared_count", shared), ("leading_dense_block_count", dense)):
+        if not is_int(count) or not 0 <= count <= MAX_INT32:
+            raise InvalidArgument(f"{fields.name}.{field}", count, f"must be an integer from 0 to {MAX_INT32}")
+    choice, first = gguf_choice(fields, ExpertScore.SIGMOID, False), tuple(range(min(dense, values["num_layers"])))
+    has_norms = "blk.0.attn_q_norm.weight" in fields.tensor_names
+    mixture = Mixture(choice, width, width * shared, first, NAMES)
+    return Architecture("glm4_moe", **values, qk_norm=has_norms, mixture=mixture)
+
+
+FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), ("glm4_moe",), read, Transformer, ("glm4moe",), read_gguf)

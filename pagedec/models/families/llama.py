@@ -8,6 +8,7 @@ from typing import Any
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.families import mixtral
 from pagedec.models.family import Family
 from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
@@ -23,6 +24,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
+    if fields.get("expert_count", 0):  # Mixtral's files call themselves llama
+        return mixtral.read_gguf(fields)
     return Architecture("llama", **gguf_base_fields(fields))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, merged
 from pagedec.models.family import Family
+from pagedec.models.gguf_fields import gguf_base_fields, gguf_choice
 from pagedec.models.mixture import Mixture, MixtureNames
 from pagedec.models.transformer import Transformer
 
@@ -26,6 +28,11 @@ def read(config: Mapping[str, Any]) -> Architecture:
     choice = ExpertChoice(values["num_local_experts"], values["num_experts_per_tok"], ExpertScore.SOFTMAX_CHOSEN)
     mixture = Mixture(choice, fields["intermediate_size"], names=NAMES)
     return Architecture("mixtral", **fields, sliding_window=values.get("sliding_window"), mixture=mixture)
+
+
+def read_gguf(fields: GgufFields) -> Architecture:
+    values, choice = gguf_base_fields(fields, has_experts=True), gguf_choice(fields, ExpertScore.SOFTMAX_CHOSEN, True)
+    return Architecture("mixtral", **values, mixture=Mixture(choice, values["intermediate_size"], names=NAMES))
 
 
 FAMILY = Family("mixtral", ("MixtralForCausalLM",), ("mixtral",), read, Transformer)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.kernels.experts import ExpertChoice
+from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, full_layers, merged
 from pagedec.models.family import Family
+from pagedec.models.gguf_fields import gguf_base_fields, gguf_choice, gguf_expert_width
 from pagedec.models.mixture import Mixture, MixtureNames, dense_layers
 from pagedec.models.transformer import Transformer
 
@@ -49,4 +52,11 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture("qwen2_moe", **fields, **window(values, layers), attention_bias=bias, mixture=mixture)
 
 
-FAMILY = Family("qwen2_moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    values, width = gguf_base_fields(fields, has_experts=True), gguf_expert_width(fields)
+    shared = fields.get("expert_shared_feed_forward_length", 0) or values["intermediate_size"]
+    mixture = Mixture(gguf_choice(fields, ExpertScore.SOFTMAX, False), width, shared, names=NAMES)
+    return Architecture("qwen2_moe", **values, mixture=mixture)
+
+
+FAMILY = Family("qwen2_moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",), read, Transformer, ("qwen2moe",), read_gguf)

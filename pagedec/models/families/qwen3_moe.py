@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.kernels.experts import ExpertChoice
+from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, merged
 from pagedec.models.family import Family
+from pagedec.models.gguf_fields import gguf_base_fields, gguf_choice, gguf_expert_width
 from pagedec.models.mixture import Mixture, dense_layers
 from pagedec.models.transformer import Transformer
 
@@ -36,4 +39,9 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    mixture = Mixture(gguf_choice(fields, ExpertScore.SOFTMAX, True), gguf_expert_width(fields))
+    return Architecture("qwen3_moe", **gguf_base_fields(fields, has_experts=True), qk_norm=True, mixture=mixture)
+
+
+FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), read, Transformer, ("qwen3moe",), read_gguf)
