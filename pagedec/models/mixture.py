@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.formats.values import is_int, positive_int, positive_number
+from pagedec.formats.values import MAX_INT32, is_int, layer_count, positive_int, positive_number
 from pagedec.kernels.experts import ExpertChoice
 
 MAX_EXPERTS = 1024  # PD_MAX_EXPERTS
@@ -62,8 +62,9 @@ class Mixture:
         if not isinstance(choice.normalize, bool):
             raise InvalidArgument("norm_topk_prob", choice.normalize, "must be true or false")
         positive_number("routed_scaling_factor", choice.scale)
-        if not is_int(self.shared_width) or self.shared_width < 0:
-            raise InvalidArgument("shared_expert_intermediate_size", self.shared_width, "must be an integer, 0 or more")
+        if not is_int(self.shared_width) or not 0 <= self.shared_width <= MAX_INT32:
+            limit = f"must be an integer from 0 to {MAX_INT32}"
+            raise InvalidArgument("shared_expert_intermediate_size", self.shared_width, limit)
 
     def with_widths(self, width: int, shared_width: int) -> Mixture:
         """Return the mixture of a rank, which has a part of each expert."""
@@ -99,6 +100,7 @@ class Mixture:
 def dense_layers(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layers without a mixture of a Qwen configuration: those of mlp_only_layers, and all but each
     decoder_sparse_step-th."""
+    layer_count("num_hidden_layers", num_layers)
     step, named = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers", [])
     positive_int("decoder_sparse_step", step)
     if not isinstance(named, list | tuple) or not all(is_int(layer) for layer in named):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
-from pagedec.formats.values import MAX_INT32, is_int, positive_int
+from pagedec.formats.values import MAX_INT32, is_int, layer_count, positive_int
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
@@ -45,6 +45,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
     width, layers = values["moe_intermediate_size"], fields["num_layers"]
     positive_int("moe_intermediate_size", width)
+    layer_count("num_hidden_layers", layers)
     mixture = Mixture(choice, width, width * shared, tuple(range(min(dense, layers))), NAMES)
     return Architecture(
         "glm4_moe",

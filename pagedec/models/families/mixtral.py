@@ -16,8 +16,8 @@ from pagedec.models.mixture import Mixture, MixtureNames
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_local_experts": 8, "num_experts_per_tok": 2,
-    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "rope_theta": 1000000.0,
 }  # fmt: skip
 NAMES = MixtureNames("block_sparse_moe.gate", "", "block_sparse_moe.experts", ("w1", "w3", "w2"))
 

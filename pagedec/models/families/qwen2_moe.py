@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.values import is_int
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
@@ -29,6 +31,8 @@ def window(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     if not values.get("use_sliding_window") or values.get("sliding_window") is None:
         return {}
     most = values["max_window_layers"]
+    if not is_int(most) or most < 0:
+        raise InvalidArgument("max_window_layers", most, "must be an integer of at least 0")
     default = ["sliding_attention" if i % 2 == 0 and i < most else "full_attention" for i in range(num_layers)]
     full = full_layers(values, default)
     return {"sliding_window": values["sliding_window"], "full_attention_layers": full} if len(full) < num_layers else {}
