@@ -23,11 +23,11 @@ int check_gemm(const pd_gemm_args &a) {
   if (a.n < 1) return fail("pd_gemm: n is %d; it must be 1 or more", a.n);
   if (a.k < 1) return fail("pd_gemm: k is %d; it must be 1 or more", a.k);
   if (check_dtype("pd_gemm", a.dtype) || check_dtype("pd_gemm", a.y_dtype, "y_dtype")) return -1;
-  if (a.epilogue < PD_STORE || a.epilogue > PD_GELU)
-    return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU);
+  if (a.epilogue < PD_STORE || a.epilogue > PD_CLAMPED_SWIGLU)
+    return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_CLAMPED_SWIGLU);
   if (a.epilogue == PD_ADD && a.y_dtype != PD_F32)
     return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
-  if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2)
+  if (is_gated(a.epilogue) && a.n % 2)
     return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
   if (a.quantization < PD_PLAIN || a.quantization > PD_INT8_WEIGHT_ONLY)
     return fail("pd_gemm: quantization is %d; it must be 0 (none), 1 (int8), 2 (blocks) or 3 (int8, weight only)",

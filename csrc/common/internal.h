@@ -18,6 +18,11 @@
 
 namespace pagedec {
 
+// Whether a linear layer's outputs are gates and what they multiply, side by side.
+constexpr bool is_gated(int32_t epilogue) {
+  return epilogue == PD_SILU_MUL || epilogue == PD_GELU_MUL || epilogue == PD_CLAMPED_SWIGLU;
+}
+
 int fail(const char *format, ...) __attribute__((format(printf, 1, 2)));  // sets pd_last_error, returns -1
 int num_threads(const pd_context &);
 const char *best_isa();

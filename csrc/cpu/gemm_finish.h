@@ -19,7 +19,7 @@ inline bool goes_past_caches(const pd_gemm_args &a) {
 // acc [rows][32] of panel p becomes rows row, row + 1, ... of y. scales: int8 only, of the outputs.
 template <int EPILOGUE, int Y_DTYPE, bool INT8>
 void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc, const float *scales) {
-  constexpr bool gated = EPILOGUE == PD_SILU_MUL || EPILOGUE == PD_GELU_MUL;
+  constexpr bool gated = is_gated(EPILOGUE);
   const int64_t width = gated ? a.n / 2 : a.n, column = gated ? p * 16 : p * 32;
   const int left = width - column < 32 ? (int)(width - column) : 32;
   F16 bias[2] = {zero16(), zero16()};
@@ -33,7 +33,8 @@ void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float
     F16 r[2] = {load16(acc + i * 32), load16(acc + i * 32 + 16)};
     if constexpr (INT8) r[0] = mul16(r[0], scale[0]), r[1] = mul16(r[1], scale[1]);
     if (a.bias) r[0] = add16(r[0], bias[0]), r[1] = add16(r[1], bias[1]);
-    if constexpr (gated) r[0] = mul16(EPILOGUE == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
+    if constexpr (EPILOGUE == PD_CLAMPED_SWIGLU) r[0] = clamped_swiglu16(r[0], r[1]);
+    else if constexpr (gated) r[0] = mul16(EPILOGUE == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
     if constexpr (EPILOGUE == PD_GELU) r[0] = gelu16(r[0]), r[1] = gelu16(r[1]);
     const int64_t at = (row + i) * width + column;
     for (int j = 0; j < (gated ? 1 : 2) && left > j * 16; j++) {
@@ -49,11 +50,13 @@ void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float
 using FinishFn = void (*)(const pd_gemm_args &, int64_t, int, int64_t, const float *, const float *);
 template <bool INT8>
 FinishFn pick_finish(const pd_gemm_args &a) {
-  static constexpr FinishFn fn[5][2] = {{finish<PD_STORE, PD_F32, INT8>, finish<PD_STORE, PD_BF16, INT8>},
+  static constexpr FinishFn fn[6][2] = {{finish<PD_STORE, PD_F32, INT8>, finish<PD_STORE, PD_BF16, INT8>},
                                         {finish<PD_ADD, PD_F32, INT8>, nullptr},
                                         {finish<PD_SILU_MUL, PD_F32, INT8>, finish<PD_SILU_MUL, PD_BF16, INT8>},
                                         {finish<PD_GELU_MUL, PD_F32, INT8>, finish<PD_GELU_MUL, PD_BF16, INT8>},
-                                        {finish<PD_GELU, PD_F32, INT8>, finish<PD_GELU, PD_BF16, INT8>}};
+                                        {finish<PD_GELU, PD_F32, INT8>, finish<PD_GELU, PD_BF16, INT8>},
+                                        {finish<PD_CLAMPED_SWIGLU, PD_F32, INT8>,
+                                         finish<PD_CLAMPED_SWIGLU, PD_BF16, INT8>}};
   return fn[a.epilogue][a.y_dtype];
 }
 

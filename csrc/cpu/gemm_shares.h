@@ -70,7 +70,7 @@ constexpr int64_t EXPERT_MIN_ROWS = 4;
 template <class Run>
 void each_own_expert(const pd_experts_args &a, int thread, int num_threads, Run &&run) {
   const pd_gemm_args &g = a.gemm;
-  const int64_t panels = ((int64_t)g.n + 31) / 32, gated = g.epilogue == PD_SILU_MUL || g.epilogue == PD_GELU_MUL;
+  const int64_t panels = ((int64_t)g.n + 31) / 32, gated = is_gated(g.epilogue);
   const int64_t x_bytes = (int64_t)g.k * (g.dtype == PD_F32 ? 4 : 2);
   const int64_t y_bytes = (gated ? g.n / 2 : g.n) * (int64_t)(g.y_dtype == PD_F32 ? 4 : 2);
   const auto cost = [&](int32_t e) -> int64_t {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "common/internal.h"
 #if PD_LEVEL >= 1
@@ -163,6 +164,13 @@ PD_INLINE F16 div16(F16 a, F16 b) { return each([&](int i) { return a.v[i] / b.v
 PD_INLINE F16 fma16(F16 a, F16 b, F16 c) {  // two roundings: there may be no fma instruction
   return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
 }
+PD_INLINE F16 clamp16(F16 a, float low, float high) {  // NaN stays NaN
+  for (int i = 0; i < 16; i++) {
+    const float x = a.v[i / 4][i % 4];
+    a.v[i / 4][i % 4] = x < low ? low : x > high ? high : x;
+  }
+  return a;
+}
 PD_INLINE F16 set_word16(uint32_t w) { return each([&](int) { return (F4)(U4{} + w); }); }
 PD_INLINE F16 even16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] << 16); }); }
 using OddMask = U4;
@@ -245,6 +253,13 @@ PD_INLINE F16 exp16(F16 a) {
 #endif
 
 PD_INLINE F16 silu16(F16 a) { return div16(a, add16(set16(1.f), exp16(mul16(a, set16(-1.f))))); }
+
+// (up + 1) * gate * sigmoid(1.702 gate), of what lies within 7; NaN stays NaN
+PD_INLINE F16 clamped_swiglu16(F16 gate, F16 up) {
+  gate = clamp16(gate, -std::numeric_limits<float>::infinity(), 7.f), up = clamp16(up, -7.f, 7.f);
+  const F16 glu = div16(gate, add16(set16(1.f), exp16(mul16(gate, set16(-1.702f)))));
+  return mul16(add16(up, set16(1.f)), glu);
+}
 
 // a * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (a + 0.044715 a^3), which is a / (1 + e^(-2u))
 PD_INLINE F16 gelu16(F16 a) {

@@ -44,15 +44,21 @@ PD_DEVICE int64_t place_of_half(int64_t output, int64_t k, int64_t padded_k) {
 }
 PD_DEVICE bool is_aligned(const void *x, int64_t k) { return k % 8 == 0 && (uintptr_t)x % 16 == 0; }
 
-PD_DEVICE float silu(float x) { return quotient(x, 1.0f + expf(-x)); }
-PD_DEVICE float gelu(float x) {  // x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh approximation
-  return quotient(x, 1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+PD_DEVICE constexpr bool is_gated(int epilogue) {
+  return epilogue == PD_SILU_MUL || epilogue == PD_GELU_MUL || epilogue == PD_CLAMPED_SWIGLU;
 }
-PD_DEVICE constexpr bool is_gated(int epilogue) { return epilogue == PD_SILU_MUL || epilogue == PD_GELU_MUL; }
-// Of a sum with its bias; `up`: that of the pair, where it is gated.
+// Of a sum with its bias; `up`: that of the pair, where it is gated. All are x sigmoid(z), in one body.
 PD_DEVICE float activated(int epilogue, float x, float up) {
-  if (is_gated(epilogue)) return (epilogue == PD_SILU_MUL ? silu(x) : gelu(x)) * up;
-  return epilogue == PD_GELU ? gelu(x) : x;
+  if (!is_gated(epilogue) && epilogue != PD_GELU) return x;
+  float z = x;
+  if (epilogue == PD_CLAMPED_SWIGLU) {  // NaN stays NaN
+    x = x > 7.0f ? 7.0f : x, up = (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up) + 1.0f;
+    z = 1.702f * x;
+  } else if (epilogue != PD_SILU_MUL) {  // 2 sqrt(2 / pi) (x + 0.044715 x^3), which is the tanh approximation of gelu
+    z = 1.5957691216f * (x + 0.044715f * x * x * x);
+  }
+  x = quotient(x, 1.0f + expf(-z));
+  return epilogue == PD_GELU ? x : x * up;
 }
 
 PD_DEVICE void store(const pd_gemm_args &a, int64_t at, float x) {

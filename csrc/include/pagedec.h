@@ -122,7 +122,9 @@ typedef enum {
    * silu(gate) * up */
   PD_SILU_MUL = 2,
   PD_GELU_MUL = 3, /* as PD_SILU_MUL with the tanh approximation of GELU */
-  PD_GELU = 4      /* y [rows][n] in y_dtype = gelu(result), the tanh approximation */
+  PD_GELU = 4,     /* y [rows][n] in y_dtype = gelu(result), the tanh approximation */
+  /* as PD_SILU_MUL: (min(max(up, -7), 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) (gpt-oss, 2025) */
+  PD_CLAMPED_SWIGLU = 5
 } pd_epilogue;
 
 /* bytes of a packed weight; 64-byte aligned storage is the caller's */

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,14 +26,15 @@ def open_weights(
     renamed: Sequence[tuple[str, str | None]] = (),
     norm_value: float = 1.0,
     has_blocks: bool = False,
+    adapt: Callable[[WeightSource], WeightSource] | None = None,
 ) -> WeightSource:
     """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check but
     biases that a quantised checkpoint may have without need.
 
     `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once,
     unless `has_blocks`: the caller takes it as it is. `renamed` is
-    how names in safetensors files become those of `shapes` (see RenamedSource); `norm_value` is the value of dummy
-    norms.
+    how names in safetensors files become those of `shapes` (see RenamedSource), `adapt` what else becomes of them;
+    `norm_value` is the value of dummy norms.
     """
     source: WeightSource
     if files.weights is None:
@@ -44,7 +45,9 @@ def open_weights(
         source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
     else:
         source = open_directory(files.weights)
-        if (quantised := int4_config(files)) is not None:
+        if adapt is not None:
+            source = adapt(source)
+        elif (quantised := int4_config(files)) is not None:
             source = packed = Int4Source(source, quantised)
             optional = [*optional, *packed.zero_biases()]
         if renamed:

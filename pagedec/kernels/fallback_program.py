@@ -51,7 +51,7 @@ def _linear(x: torch.Tensor, weight: Packed, y: torch.Tensor, epilogue: Epilogue
         for i in range(len(x)):  # torch's vectors end elsewhere in a longer array
             y[i] = functional.gelu(product[i], approximate="tanh")
     else:
-        y[:] = gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
+        y[:] = gated_product(product, epilogue)
 
 
 class ReferenceProgram:

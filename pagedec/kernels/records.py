@@ -66,6 +66,12 @@ class Epilogue(IntEnum):
     SILU_MUL = 2
     GELU_MUL = 3
     GELU = 4
+    CLAMPED_SWIGLU = 5
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether outputs are gates and what they multiply, in turns of 16."""
+        return self in (Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.CLAMPED_SWIGLU)
 
 
 class ExpertScore(IntEnum):

@@ -10,6 +10,7 @@ from torch.nn import functional
 from pagedec.kernels.records import Epilogue
 
 GROUP = 16  # rows of gate, then of up: one vector of each lies in a 32-wide panel
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
@@ -23,14 +24,21 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     return rows.view(2, groups, GROUP, *rest).transpose(0, 1).reshape(2 * groups * GROUP, *rest).contiguous()
 
 
-def gated_product(product: Tensor, *, gelu: bool = False) -> Tensor:
-    """Return silu(gate) * up of columns interleaved by 16; gelu: the tanh approximation of GELU."""
+def gated_product(product: Tensor, epilogue: Epilogue = Epilogue.SILU_MUL) -> Tensor:
+    """Return what a gated epilogue makes of columns interleaved by 16."""
     rows, width = product.shape
     if width % (2 * GROUP):
         raise ValueError(f"product has {width} columns; gate and up in turns of 16 make a multiple of {2 * GROUP}")
     gate, up = product.view(rows, -1, 2, GROUP).unbind(2)
-    gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
-    return (gate * up).reshape(rows, width // 2)
+    return gated(gate, up, epilogue).reshape(rows, width // 2)
+
+
+def gated(gate: Tensor, up: Tensor, epilogue: Epilogue) -> Tensor:
+    """Return the activation of a gate, times what it gates."""
+    if epilogue == Epilogue.CLAMPED_SWIGLU:
+        gate = gate.clamp(max=SWIGLU_LIMIT)
+        return (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1) * (gate * (SWIGLU_ALPHA * gate).sigmoid())
+    return up * (functional.gelu(gate, approximate="tanh") if epilogue == Epilogue.GELU_MUL else functional.silu(gate))
 
 
 def linear(
@@ -55,7 +63,7 @@ def linear(
     elif epilogue == Epilogue.GELU:
         product = functional.gelu(product, approximate="tanh")
     elif epilogue != Epilogue.STORE:
-        product = gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
+        product = gated_product(product, epilogue)
     return product.to(y_dtype)
 
 

@@ -14,6 +14,8 @@ ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 """Two functions with two names each: silu, and the tanh approximation of GELU."""
 OUTPUT = "lm_head.weight"
 """The output matrix, where it is not the embedding."""
+SINKS = "self_attn.sinks"
+"""A layer's sinks, below its own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Architecture:
     whose frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
     head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
 
-    `mixture` stands in place of the MLP, in all layers but some.
+    `sinks`: each head's softmax has a logit of no value, a weight. `mixture` stands in place of the MLP, in all layers
+    but some.
 
     `renamed`: how weights' names in files become those that are asked for, as in `RenamedSource`.
     """
@@ -116,6 +119,7 @@ class Architecture:
     final_soft_cap: float = 0.0
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
+    sinks: bool = False
     mixture: Mixture | None = None
     names: LayerNames = LayerNames()
     renamed: tuple[tuple[str, str | None], ...] = ()
@@ -210,6 +214,8 @@ class Architecture:
         for norm in (names.input_norm, names.attention_out_norm, names.mlp_norm, names.mlp_out_norm):
             if norm:
                 shapes[f"{norm}.weight"] = (hidden,)
+        if self.sinks:
+            shapes[SINKS] = (self.num_attention_heads,)
         if self.qk_norm:
             shapes |= {f"self_attn.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
         return shapes
@@ -220,7 +226,7 @@ class Architecture:
         names, cuts = self.names, dict[str, Portion]()
         if self.mixture is not None:
             own_cuts = self.mixture.cuts(part.expert, part.shared)
-            cuts = {name: Portion(axis, (piece,)) for name, (axis, piece) in own_cuts.items()}
+            cuts = {name: Portion(axis, () if axis is None else (piece,)) for name, (axis, piece) in own_cuts.items()}
         qkv, heads = (part.heads, part.kv_heads, part.kv_heads), (self.num_attention_heads, *2 * (self.num_kv_heads,))
         gate_up, widths = (part.inner, part.inner), 2 * (self.intermediate_size,)
         for parts, pieces, sizes, times in (
@@ -233,6 +239,7 @@ class Architecture:
                 own = [Portion(0, stacked([piece], [size], times)) for piece, size in zip(pieces, sizes, strict=True)]
             for name, cut in zip(parts, own, strict=True):
                 cuts |= {f"{name}.weight": cut, f"{name}.bias": cut}
+        cuts[SINKS] = Portion(0, (part.heads,))
         cuts[f"{names.o}.weight"] = Portion(1, stacked([part.heads], [self.num_attention_heads], self.head_dim))
         cuts[f"{names.down}.weight"] = Portion(1, (part.inner,))
         return cuts | {f"{name}.bias": Portion(None) for name in (names.o, names.down)}

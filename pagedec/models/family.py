@@ -19,7 +19,8 @@ ModelClass = Callable[[Architecture, WeightSource, Backend, int], Model]
 class Family:
     """What configurations call a family, how they are read, and what is built.
 
-    `architectures` and `model_types` are config.json's names, `gguf_names` those of general.architecture.
+    `architectures` and `model_types` are config.json's names, `gguf_names` those of general.architecture. `adapt` makes
+    of a checkpoint in safetensors one with the names and shapes that the model asks for, where these are not the same.
     """
 
     name: str
@@ -29,3 +30,4 @@ class Family:
     model: ModelClass
     gguf_names: tuple[str, ...] = ()
     read_gguf: Callable[[GgufFields], Architecture] | None = None
+    adapt: Callable[[WeightSource], WeightSource] | None = None

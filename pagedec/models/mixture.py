@@ -40,7 +40,8 @@ class Mixture:
     """Experts of `width` in place of a layer's MLP, in all layers but `dense_layers`; `choice` says whom a row takes.
 
     `shared_width`: of an expert that all rows take besides, 0: there is none. Where its gate has a name it is weighed
-    by the sigmoid of that, else by 1.
+    by the sigmoid of that, else by 1. `biased`: the router and all projections of experts have biases. `clamped`:
+    experts' activation is gpt-oss' own.
     """
 
     choice: ExpertChoice
@@ -48,6 +49,8 @@ class Mixture:
     shared_width: int = 0
     dense_layers: tuple[int, ...] = ()
     names: MixtureNames = MixtureNames()
+    biased: bool = False
+    clamped: bool = False
 
     def __post_init__(self) -> None:
         choice = self.choice
@@ -84,16 +87,22 @@ class Mixture:
         for (gate, up, down), width in every:
             shapes |= {f"{gate}.weight": (width, hidden), f"{up}.weight": (width, hidden)}
             shapes[f"{down}.weight"] = (hidden, width)
+            if self.biased:
+                shapes |= {f"{gate}.bias": (width,), f"{up}.bias": (width,), f"{down}.bias": (hidden,)}
+        if self.biased:
+            shapes[f"{names.router}.bias"] = (choice.num_experts,)
         return shapes
 
-    def cuts(self, inner: range, shared: range) -> dict[str, tuple[int, range]]:
-        """Return the axis along which a rank takes a range of each weight; the whole of others."""
+    def cuts(self, inner: range, shared: range) -> dict[str, tuple[int | None, range]]:
+        """Return the axis along which a rank takes a range of each weight; the whole of others. None: of a bias that is
+        added to a sum of parts."""
         every = [(self.names.of_expert(e), inner) for e in range(self.choice.num_experts)]
         if self.shared_width:
             every.append((self.names.of_shared(), shared))
-        cuts: dict[str, tuple[int, range]] = {}
+        cuts: dict[str, tuple[int | None, range]] = {}
         for (gate, up, down), own in every:
             cuts |= {f"{gate}.weight": (0, own), f"{up}.weight": (0, own), f"{down}.weight": (1, own)}
+            cuts |= {f"{gate}.bias": (0, own), f"{up}.bias": (0, own), f"{down}.bias": (None, own)}
         return cuts
 
 

@@ -14,7 +14,7 @@ from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.mixture import Mixture
-from pagedec.models.packing import Matrix, after_gated, gated_matrix, pack, pack_experts
+from pagedec.models.packing import Matrix, after_gated, gated_bias, gated_matrix, pack, pack_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MixtureLayer:
-    """A mixture's weights, packed. bias fp32 [num_experts]: for the choice."""
+    """A mixture's weights, packed. bias fp32 [num_experts]: for the choice. `activation`: None, the model's."""
 
     choice: ExpertChoice
+    activation: Epilogue | None
     router: Any
     bias: torch.Tensor | None
     gate_up: Any
@@ -45,9 +46,15 @@ def load_mixture(
     packed, `numbers` any tensor as numbers."""
     names, count = mixture.names, mixture.choice.num_experts
 
-    def plain(name: str) -> Any:
+    def plain(name: str, biased: bool = False) -> Any:
         """One that choices or gates hang on: never in small integers."""
-        return backend.pack(numbers(f"{name}.weight").to(backend.dtype))
+        return backend.pack(numbers(f"{name}.weight").to(backend.dtype), numbers(f"{name}.bias") if biased else None)
+
+    def biases(of: Callable[[int], torch.Tensor]) -> torch.Tensor | None:
+        return torch.stack([of(expert) for expert in range(count)]) if mixture.biased else None
+
+    def bias_of(expert: int, part: int) -> torch.Tensor:
+        return numbers(f"{names.of_expert(expert)[part]}.bias")
 
     def gate_up(gate: str, up: str) -> Matrix:
         return gated_matrix(backend, weight(gate), weight(up))
@@ -69,19 +76,21 @@ def load_mixture(
         )
     return MixtureLayer(
         mixture.choice,
-        plain(names.router),
+        Epilogue.CLAMPED_SWIGLU if mixture.clamped else None,
+        plain(names.router, mixture.biased),
         backend.place(numbers(names.bias).float().contiguous()) if names.bias else None,
-        pack_experts(backend, of_expert, count),
-        pack_experts(backend, down_of, count),
+        pack_experts(backend, of_expert, count, biases(lambda e: gated_bias(bias_of(e, 0), bias_of(e, 1)))),
+        pack_experts(backend, down_of, count, biases(lambda e: bias_of(e, 2).float())),
         shared,
     )
 
 
-def record_mixture(p: Program, b: StepBuffers, layer: MixtureLayer, activation: Epilogue) -> None:
+def record_mixture(p: Program, b: StepBuffers, layer: MixtureLayer, usual: Epilogue) -> None:
     """Record the residual stream += what a row's experts make of `normed`. A rank of several has a part of each expert;
     all ranks choose alike, from the same numbers."""
     rows, own = b.num_rows, b.mixture
     assert own is not None, "the buffers are of an architecture without experts"
+    activation = usual if layer.activation is None else layer.activation
     p.linear(rows, b.normed, layer.router, own.logits)
     p.route(rows, own.logits, b.normed, layer.choice, own.routes, layer.bias)
     p.experts(rows, own.routes.sorted, layer.gate_up, own.routes, own.inner, activation)

@@ -19,7 +19,7 @@ from pagedec.kernels.reference_linear import interleave_gate_up
 from pagedec.models.architecture import OUTPUT
 
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
-STORED = ("gguf", "awq", "gptq")
+STORED = ("gguf", "awq", "gptq", "mxfp4")
 """Kinds of quantisation that leave blocks as the files have them."""
 
 Matrix = torch.Tensor | Blocks
@@ -112,6 +112,11 @@ def gated_matrix(backend: Backend, gate: Matrix, up: Matrix) -> Matrix:
     return interleave_gate_up(_pad_rows(_numbers(backend, gate)), _pad_rows(_numbers(backend, up)))
 
 
+def gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Their biases [width], as `gated_matrix` has the outputs."""
+    return interleave_gate_up(*(_pad_rows(bias.float()[:, None]) for bias in (gate, up)))[:, 0]
+
+
 def after_gated(backend: Backend, down: Matrix) -> Matrix:
     """The projection [n, width] that reads a gated layer's padded output."""
     if isinstance(down, Blocks):  # of at least 32 values: nothing to fill
@@ -129,9 +134,11 @@ class _MixedFormats(Exception):
     """Some experts are in another format than the first."""
 
 
-def pack_experts(backend: Backend, weights: Callable[[int], Matrix], count: int) -> Any:
-    """Those of `count` experts, which `weights` makes one at a time. Where they are not all blocks of one format, all
-    are packed as numbers."""
+def pack_experts(
+    backend: Backend, weights: Callable[[int], Matrix], count: int, bias: torch.Tensor | None = None
+) -> Any:
+    """Those of `count` experts, which `weights` makes one at a time; bias [count, n]. Where they are not all blocks of
+    one format, all are packed as numbers."""
     first = _format_of(weights(0))
 
     def alike(expert: int) -> Matrix:
@@ -142,10 +149,10 @@ def pack_experts(backend: Backend, weights: Callable[[int], Matrix], count: int)
 
     quantization = backend.quantization if backend.quantization in INT8_QUANTIZATIONS else None
     try:
-        return backend.pack_experts(count, map(alike, range(count)), None, quantization)
+        return backend.pack_experts(count, map(alike, range(count)), bias, quantization)
     except _MixedFormats:
         numbers = (_numbers(backend, weights(expert)) for expert in range(count))
-        return backend.pack_experts(count, numbers, None, quantization)
+        return backend.pack_experts(count, numbers, bias, quantization)
 
 
 def _format_of(matrix: Matrix) -> str | None:
@@ -160,10 +167,7 @@ def pack_gated(
     up_bias: torch.Tensor | None = None,
 ) -> Any:
     """Gate and up projections [width, k] as one packed weight."""
-    bias = None
-    if gate_bias is not None and up_bias is not None:
-        columns = [_pad_rows(b.float()[:, None]) for b in (gate_bias, up_bias)]
-        bias = interleave_gate_up(*columns)[:, 0]
+    bias = None if gate_bias is None or up_bias is None else gated_bias(gate_bias, up_bias)
     return pack(backend, gated_matrix(backend, gate, up), bias)
 
 

@@ -27,6 +27,7 @@ from pagedec.models.families import (
     glm4,
     glm4_moe,
     gpt2,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -46,7 +47,8 @@ from pagedec.models.sharding import ShardedSource, part_of, sharded
 
 _log = logging.getLogger(__name__)
 
-MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2, mixtral, qwen2_moe, qwen3_moe, glm4_moe)
+DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
+MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
@@ -130,6 +132,7 @@ def open_model_weights(
         renamed=arch.renamed,
         norm_value=1.0 - arch.norm_offset,
         has_blocks=has_blocks,
+        adapt=FAMILIES[arch.name].adapt,
     )
 
 

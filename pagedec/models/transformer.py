@@ -18,7 +18,7 @@ from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
-from pagedec.models.architecture import Architecture
+from pagedec.models.architecture import SINKS, Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.mixture import Mixture
 from pagedec.models.mixture_layer import MixtureLayer, load_mixture, record_mixture
@@ -54,6 +54,7 @@ class TransformerLayer:
 
     input_norm: torch.Tensor
     qkv: Any
+    sinks: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Any
@@ -128,6 +129,7 @@ class Transformer(RecordedModel):
             qkv=pack_stacked(
                 backend, [weight(name) for name in names.qkv], [bias(name, arch.attention_bias) for name in names.qkv]
             ),
+            sinks=backend.place(self._source.load(prefix + SINKS).float().contiguous()) if arch.sinks else None,
             q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
             k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
             o=pack_stacked(backend, [weight(names.o)], [bias(names.o, arch.output_bias)]),
@@ -149,6 +151,7 @@ class Transformer(RecordedModel):
                 scale,
                 window,
                 arch.attention_soft_cap,
+                arch.sinks,
             )
             for window in self.windows
         )
@@ -166,7 +169,7 @@ class Transformer(RecordedModel):
             p.linear(rows, b.normed, layer.qkv, b.qkv)
             norms = (layer.q_norm, layer.k_norm, eps)
             p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, rope, norms)
-            p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended)
+            p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended, layer.sinks)
             self._add(p, b, b.attended, layer.o, layer.attention_out_norm)
             p.rms_norm(rows, b.x, layer.mlp_norm, b.normed, eps)
             if isinstance(layer.mlp, MixtureLayer):

@@ -15,7 +15,7 @@ from tests.kernels.calls import CODES, count, pointer
 from tests.kernels.test_gemm import aligned
 
 FORMATS = list(LAYOUTS)
-GATED = (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+GATED = tuple(epilogue for epilogue in Epilogue if epilogue.is_gated)
 
 
 def random_blocks(format: str, n: int, k: int, seed: int) -> Blocks:

@@ -15,7 +15,7 @@ from pagedec.kernels.reference_linear import INT8_GROUP, Int8Linear, interleave_
 from tests.kernels.calls import CODES, DTYPES, count, either, normal, pointer, threads, without_vnni
 from tests.kernels.test_gemm import ON_DEVICES, aligned
 
-GATED = (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+GATED = tuple(epilogue for epilogue in Epilogue if epilogue.is_gated)
 SHAPES = [(1, 32, 4), (1, 1, 1), (3, 33, 7), (5, 31, 64), (13, 100, 129), (40, 65, 300), (26, 130, 5051), (150, 40, 33)]
 SHAPES += [(200, 65, 901)]
 
@@ -184,7 +184,7 @@ def test_activations_follow_the_product(context: Context, epilogue: Epilogue, y_
     if epilogue == Epilogue.GELU:
         expected = torch.nn.functional.gelu(product, approximate="tanh")
     else:
-        expected = reference.gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
+        expected = reference.gated_product(product, epilogue)
     actual = linear(context, x, weight, bias, epilogue, y_dtype=y_dtype).double()
     rounding = 2.0**-8 if y_dtype == torch.bfloat16 else 0
     assert ((actual - expected).abs() <= 1e-5 + (3e-6 + rounding) * expected.abs()).all()

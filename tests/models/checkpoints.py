@@ -15,7 +15,7 @@ import transformers
 FAMILIES: Mapping[str, str] = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3",
     "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe",
+    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "gpt_oss": "GptOss",
 }  # fmt: skip
 """How transformers' classes of a family begin."""
 VOCAB = 131
@@ -78,7 +78,7 @@ def transformers_model(family: str, changes: Mapping[str, Any]) -> transformers.
     model_class = getattr(transformers, f"{begin}{'LMHeadModel' if family == 'gpt2' else 'ForCausalLM'}")
     model = model_class(config).float().eval()
     model.set_attn_implementation("eager")
-    if "moe" in family or family == "mixtral":
+    if "moe" in family or family in ("mixtral", "gpt_oss"):
         model.set_experts_implementation("eager")  # others take no odd widths
     return model
 
@@ -150,6 +150,10 @@ VARIANTS = (
             max_position_embeddings=1200, length=1060),
     variant("glm4-moe", "glm4_moe", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40,
             routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True, num_hidden_layers=3),
+    variant("gpt-oss", "gpt_oss", num_local_experts=6, num_experts_per_tok=3, sliding_window=11, num_attention_heads=4,
+            num_key_value_heads=2, rope_parameters=YARN | {"truncate": False}, length=150),
+    variant("gpt-oss-no-biases-odd-width", "gpt_oss", num_local_experts=3, num_experts_per_tok=1, sliding_window=300,
+            attention_bias=False, intermediate_size=37, rope_parameters=None, max_shard_size="60KB"),
     variant("glm4-moe-all-sparse", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
             n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False),
 )  # fmt: skip
@@ -190,7 +194,7 @@ def make_checkpoint(chosen: Variant, path: Path) -> Checkpoint:
     model = transformers_model(chosen.family, dict(chosen.changes))
     middle = 0.0 if chosen.family.startswith("gemma") else 1.0  # Gemma adds 1 to the weights of its norms
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(("bias", "sinks")):
             parameter.normal_(0, 0.3)
         elif parameter.dim() == 1:
             parameter.uniform_(middle - 0.5, middle + 0.5)

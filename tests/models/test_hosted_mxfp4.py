@@ -1,9 +1,11 @@
-"""gpt-oss as it is published: experts in MXFP4, which become numbers when they are loaded."""
+"""gpt-oss as it is published in transformers' modeling code: experts in MXFP4, which become numbers when they are
+loaded."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,60 +14,38 @@ from safetensors.torch import load_file, save_file
 from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, ModelFileError
 from tests.engine.neighbours import assert_neighbours_change_nothing
-from tests.models.hosted_checkpoints import LENGTH, VOCAB, tiny_config, tiny_model
+from tests.models.coded_checkpoints import WEIGHTS, Coded, make_coded
+from tests.models.hosted_checkpoints import tiny_config, tiny_model
 from tests.models.test_hosted import BACKEND, load_hosted, make_backend, relative_error
 from tests.support import all_logits
 
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Of e2m1's codes 0 to 7; the fourth bit is the sign. A code's scale is 2^(byte - 127)."""
-BLOCK = 32
-WEIGHTS = "model.safetensors"
+HOSTED: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "model_impl": "transformers"}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], torch.Tensor]:
-    """A checkpoint, tokens, and their logits with the numbers that its codes stand for."""
-    path = tmp_path_factory.mktemp("gpt_oss")
-    model, generator = tiny_model(tiny_config("gpt_oss")), torch.Generator().manual_seed(0)
-    model.save_pretrained(path)
-    stored = load_file(path / WEIGHTS)
-    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = stored.pop(name).shape
-        sizes = (experts, outputs, inputs // BLOCK)
-        blocks = torch.randint(0, 256, (*sizes, BLOCK // 2), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(121, 126, sizes, generator=generator, dtype=torch.uint8)
-        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()  # the first of two lies below
-        numbers = VALUES[codes & 7] * (1 - 2.0 * (codes >> 3)) * torch.exp2(scales - 127.0)[..., None]
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
-        model.get_parameter(name).data.copy_(numbers.flatten(-2).transpose(1, 2))
-    save_file(stored, path / WEIGHTS, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (path / "config.json").write_text(json.dumps(config))
-    tokens = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
-    with torch.no_grad():
-        return path, tokens.tolist(), model(tokens[None], use_cache=False).logits[0]
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Coded:
+    return make_coded(tmp_path_factory.mktemp("gpt_oss"))
 
 
-def test_codes_become_their_numbers(checkpoint: tuple[Path, list[int], torch.Tensor]) -> None:
+def test_codes_become_their_numbers(checkpoint: Coded) -> None:
     path, tokens, want = checkpoint
     model = load_hosted(path, make_backend(BACKEND))
     assert relative_error(all_logits(model, tokens, chunk=23), want) < 1e-5
 
 
-def test_no_weights_are_needed_to_try_it(checkpoint: tuple[Path, list[int], torch.Tensor]) -> None:
-    llm = LLM(str(checkpoint[0]), load_format="dummy", dtype="float32", skip_tokenizer_init=True, num_blocks=32)
+def test_no_weights_are_needed_to_try_it(checkpoint: Coded) -> None:
+    llm = LLM(str(checkpoint[0]), load_format="dummy", num_blocks=32, **HOSTED)
     [output] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     llm.close()
     assert len(output.outputs[0].token_ids) == 4
 
 
-def test_what_cannot_be_read_is_named(checkpoint: tuple[Path, list[int], torch.Tensor], tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(checkpoint: Coded, tmp_path: Path) -> None:
     path, _, _ = checkpoint
     with pytest.raises(InvalidArgument, match="quantization is 'int8': is not available for models that run through"):
-        LLM(str(path), dtype="float32", skip_tokenizer_init=True, quantization="int8")
+        LLM(str(path), quantization="int8", **HOSTED)
     with pytest.raises(InvalidArgument, match="quantization is 'awq': must be the checkpoint's"):
-        LLM(str(path), dtype="float32", skip_tokenizer_init=True, quantization="awq")
+        LLM(str(path), quantization="awq", **HOSTED)
     stored = load_file(path / WEIGHTS)
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     name = "model.layers.1.mlp.experts.down_proj"
@@ -95,7 +75,5 @@ def test_a_family_of_our_own_has_none(tmp_path: Path) -> None:
         LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True)
 
 
-def test_neighbours_that_fail_flood_and_leave_change_no_answer(
-    checkpoint: tuple[Path, list[int], torch.Tensor],
-) -> None:
-    assert_neighbours_change_nothing(checkpoint[0], checkpoint[1], dtype="float32")
+def test_neighbours_that_fail_flood_and_leave_change_no_answer(checkpoint: Coded) -> None:
+    assert_neighbours_change_nothing(checkpoint[0], checkpoint[1], dtype="float32", model_impl="transformers")

@@ -1,0 +1,97 @@
+"""gpt-oss as it is published, in kernels of our own: experts in MXFP4, all of a layer's in one tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagedec import LLM
+from pagedec.config import EngineConfig
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.stacked_experts import dequantized
+from pagedec.models.model import Model
+from pagedec.runtime.loading import load_model
+from tests.engine.neighbours import assert_neighbours_change_nothing
+from tests.models.coded_checkpoints import WEIGHTS, Coded, make_coded
+from tests.models.test_hosted import BACKEND, make_backend, relative_error
+from tests.support import all_logits
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Coded:
+    return make_coded(tmp_path_factory.mktemp("gpt_oss"))
+
+
+def loaded(path: Path) -> Model:
+    config = EngineConfig.from_kwargs(model=str(path), dtype="float32", skip_tokenizer_init=True)
+    return load_model(config.model, make_backend(BACKEND)).model
+
+
+def test_codes_become_their_numbers(checkpoint: Coded) -> None:
+    path, tokens, want = checkpoint
+    assert relative_error(all_logits(loaded(path), tokens, chunk=23), want) < 1e-5
+
+
+def test_every_code_and_scale_is_what_transformers_has() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(1, 16, 254, 16).contiguous()
+    scales = torch.arange(254, dtype=torch.uint8).expand(1, 16, 254).contiguous()
+    theirs = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)[0].T
+    assert torch.equal(dequantized(codes[0], scales[0]), theirs.contiguous())
+    assert dequantized(codes[0, :, :1], torch.full((16, 1), 255, dtype=torch.uint8)).isnan().all()
+
+
+def test_neighbours_change_no_answer(checkpoint: Coded) -> None:
+    assert_neighbours_change_nothing(checkpoint[0], checkpoint[1], dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {f"{EXPERTS}.down_proj_scales": None},
+            f"lacks tensor {EXPERTS}.down_proj_scales of {EXPERTS}.down_proj_blocks",
+        ),
+        ({f"{EXPERTS}.down_proj_blocks": None}, "missing: .*down_proj.weight"),
+        ({f"{EXPERTS}.down_proj_scales": torch.int8}, "down_proj_scales is torch.int8; it must be bytes"),
+        ({f"{EXPERTS}.down_proj_scales": "less"}, "there must be 16 bytes for each scale"),
+        ({f"{EXPERTS}.down_proj": "more"}, f"has {EXPERTS}.down_proj both as numbers and in MXFP4"),
+    ],
+    ids=["no scales", "no codes", "other scales", "fewer scales", "twice"],
+)
+def test_what_cannot_be_read_is_named(checkpoint: Coded, tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    path = checkpoint[0]
+    stored = load_file(path / WEIGHTS)
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    for name, how in changed.items():
+        match how:
+            case None:
+                del stored[name]
+            case "less":
+                stored[name] = stored[name][:, 1:].contiguous()
+            case "more":
+                experts, outputs, groups, _ = stored[f"{name}_blocks"].shape
+                stored[name] = torch.ones(experts, 32 * groups, outputs)
+            case dtype:
+                stored[name] = stored[name].to(dtype)
+    save_file(stored, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelFileError, match=told):
+        loaded(tmp_path)
+
+
+def test_another_activation_is_named(checkpoint: Coded) -> None:
+    from pagedec.formats.files import read_json_object
+    from pagedec.models.registry import from_hf_config
+
+    config = read_json_object(checkpoint[0] / "config.json", "the model configuration")
+    with pytest.raises(InvalidArgument, match=r"swiglu_limit is 5.0: must be 7.0"):
+        from_hf_config({**config, "swiglu_limit": 5.0})
+    with pytest.raises(InvalidArgument, match=r"quantization is 'awq': must be the checkpoint's"):
+        LLM(str(checkpoint[0]), quantization="awq", dtype="float32", skip_tokenizer_init=True)
