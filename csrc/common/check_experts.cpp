@@ -35,7 +35,8 @@ int check_experts(const pd_experts_args &a) {
   if (check_gemm(g) || check_pointer(name, "first", a.first) || check_choice(name, a.num_experts, a.num_chosen))
     return -1;
   if (g.epilogue == PD_ADD) return fail("%s: epilogue is %d; a row's experts are summed by pd_combine", name, PD_ADD);
-  if (is_gated(g.epilogue) && g.n % 32) return fail("%s: n is %d; with gate and up rows it must be a multiple of 32", name, g.n);
+  if (is_gated(g.epilogue) && g.n % 32)
+    return fail("%s: n is %d; with gate and up rows it must be a multiple of 32", name, g.n);
   if (g.quantization == PD_BLOCKS && g.num_segments != 1)
     return fail("%s: num_segments is %d; of experts it must be 1", name, g.num_segments);
   if (a.expert_bytes < 64 || a.expert_bytes % 64)
