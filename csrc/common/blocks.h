@@ -9,7 +9,8 @@
 
 namespace pagedec {
 
-enum class BlockKind { NIBBLES, NIBBLES_MIN, SIX, BYTES };  // _MIN: with a minimum or a zero point
+// _MIN: with a minimum or a zero point; E2M1: floats of 4 bits, which CPUs alone have
+enum class BlockKind { NIBBLES, NIBBLES_MIN, SIX, BYTES, E2M1 };
 
 constexpr int X_GROUP = 32;      // values of x that share a scale
 constexpr int LONGEST_BLOCK = 256;
@@ -34,6 +35,7 @@ constexpr BlockShape block_shape(int format) {
     case PD_INT4_ZERO_128: return {BlockKind::NIBBLES_MIN, false, 128, 68, 128, 0, 512};
     case PD_Q4_K: return {BlockKind::NIBBLES_MIN, true, 256, 144, 128, 64, 512};
     case PD_Q6_K: return {BlockKind::SIX, true, 256, 210, 64, 64, 768};
+    case PD_MXFP4: return {BlockKind::E2M1, false, 32, 18, 64, 0, 512};
     default: return {BlockKind::BYTES, false, 32, 34, 64, 0, 1024};  // PD_Q8_0
   }
 }

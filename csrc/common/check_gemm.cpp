@@ -43,7 +43,7 @@ int check_gemm(const pd_gemm_args &a) {
 
 int block_values(int32_t format) {
   switch (format) {
-    case PD_Q4_0: case PD_Q8_0: case PD_INT4_ZERO_32: return 32;
+    case PD_Q4_0: case PD_Q8_0: case PD_INT4_ZERO_32: case PD_MXFP4: return 32;
     case PD_INT4_128: case PD_INT4_ZERO_128: return 128;
     case PD_Q4_K: case PD_Q6_K: return 256;
     default: return 0;
@@ -52,7 +52,10 @@ int block_values(int32_t format) {
 
 int check_blocks(const char *name, int64_t k, int32_t format) {
   const int values = block_values(format);
-  if (!values) return fail("%s: format is %d; it must be %d to %d", name, format, PD_Q4_0, PD_INT4_ZERO_128);
+  if (!values || (format == PD_MXFP4 && !kHasMxfp4))
+    return fail("%s: format is %d%s; it must be %d to %d", name, format,
+                values ? " (MXFP4), which a device's kernels do not have" : "", PD_Q4_0,
+                kHasMxfp4 ? PD_MXFP4 : PD_INT4_ZERO_128);
   if (k % values == 0) return 0;
   return fail("%s: k is %lld; with format %d it must be a multiple of %d", name, (long long)k, format, values);
 }

@@ -89,6 +89,7 @@ BlockTileFn pick_tile(const BlockShape &shape, int rows, bool vnni) {
     case BlockKind::NIBBLES: return pick_block_tile<BlockKind::NIBBLES>(rows, vnni);
     case BlockKind::NIBBLES_MIN: return pick_block_tile<BlockKind::NIBBLES_MIN>(rows, vnni);
     case BlockKind::SIX: return pick_block_tile<BlockKind::SIX>(rows, vnni);
+    case BlockKind::E2M1: return pick_block_tile<BlockKind::E2M1>(rows, vnni);
     default: return pick_block_tile<BlockKind::BYTES>(rows, vnni);
   }
 }

@@ -3,7 +3,7 @@
 // A row of x is int8 in groups of 32 values with a scale each, and the sums of each 16 values: a zero point or minimum
 // of W takes a multiple of a sum. A group's products are added up as integers, exactly in any order:
 //   t = sum of (q - zero) q_x     over 32 values, or 16 where these have a scale of their own; |t| < 2^20
-//   Q4_0, INT4_128, Q8_0          acc = acc + xs * (a * t)            a = d, zero 8, 8, 128
+//   Q4_0, INT4_128, Q8_0, MXFP4   acc = acc + xs * (a * t)            a = d, zero 8, 8, 128, 12
 //   Q4_K, INT4_ZERO               acc = acc + xs * (a * t - b * S)    a = d sc, d; b = dmin m, d z; S = sum of q_x
 //   Q6_K                          acc = acc + xs * (a * t + a' * t')  a = d sc, zero 32
 // from acc = 0 on, in fp32, each product and sum rounded by itself. a and b are exact: 11 bits times 8 or 11. Results
@@ -11,6 +11,7 @@
 //
 // Where bytes cannot be multiplied into 32 bits (VNNI), pairs of products are added in 16: those of 4 bits stay below
 // 15 * 127 * 2 * 8 steps = 30480, of 6 bits 63 * 127 * 2 = 16002, and of 8 bits, as |q| times x with q's sign, 32512.
+// Those of MXFP4 are widened twice a group, after 24 * 127 * 2 * 4 steps = 24384.
 #pragma once
 #include <cstddef>
 
@@ -54,6 +55,15 @@ struct BlockTileArgs {
   int lines_ahead;               // in every group
 };
 
+// Sums of 16 bits have no room for a zero point: it is added when they are widened. Signed bytes have none.
+template <BlockKind KIND, bool VNNI>
+constexpr int zero_of() {
+  if (KIND == BlockKind::NIBBLES) return 8;
+  if (KIND == BlockKind::BYTES) return VNNI ? 128 : 0;
+  if (KIND == BlockKind::E2M1) return E2M1_ZERO;
+  return KIND == BlockKind::SIX ? 32 : 0;
+}
+
 #if PD_LEVEL >= 1
 constexpr int VECTOR = sizeof(Ints);               // bytes; so many outputs times 4
 constexpr int VECTORS = 128 / VECTOR, LOADS = 64 / VECTOR;  // of 32 outputs, and of their nibbles in a step
@@ -67,7 +77,10 @@ PD_INLINE Ints weights(const char *group) {
   if constexpr (KIND == BlockKind::BYTES) return load_ints(group + S * 128 + V * VECTOR);
   constexpr int UPPER = V / LOADS, AT = V % LOADS * VECTOR;
   const Ints low = set_ints(0x0f0f0f0f);
-  if constexpr (KIND != BlockKind::SIX) return and_ints(shift16<UPPER * 4>(load_ints(group + S * 64 + AT)), low);
+  if constexpr (KIND != BlockKind::SIX) {
+    const Ints q = and_ints(shift16<UPPER * 4>(load_ints(group + S * 64 + AT)), low);
+    return KIND == BlockKind::E2M1 ? look_up(E2M1_VALUES, q) : q;
+  }
   const char *pair = group + S / 2 * 192 + AT;
   const Ints nibbles = and_ints(shift16<UPPER * 4>(load_ints(pair + 64 + S % 2 * 64)), low);
   return and_or(shift16<S % 2 * 4 + UPPER * 2 - 4>(load_ints(pair)), set_ints(0x30303030), nibbles);
@@ -113,15 +126,11 @@ PD_INLINE Ints sums_times(const char *x, int first, int second) {
   const Ints sums = set_ints((int32_t)load_word(x + offsetof(XGroup, sums)));
   return madd_shorts(sums, set_ints((int32_t)((uint32_t)(second & 0xffff) << 16 | (uint32_t)(first & 0xffff))));
 }
-// Sums of 16 bits have no room for a zero point: it is added when they are widened. Signed bytes have none.
 template <BlockKind KIND, bool VNNI>
-constexpr int zero_of() {
-  if (KIND == BlockKind::NIBBLES) return 8;
-  if (KIND == BlockKind::BYTES) return VNNI ? 128 : 0;
-  return KIND == BlockKind::SIX ? 32 : 0;
-}
+constexpr bool sums_16 = !VNNI && KIND != BlockKind::BYTES && KIND != BlockKind::SIX;
+// Whether the first 16 values' sums are kept by themselves: they have a scale of their own, or 16 bits hold no more.
 template <BlockKind KIND, bool VNNI>
-constexpr bool sums_16 = !VNNI && (KIND == BlockKind::NIBBLES || KIND == BlockKind::NIBBLES_MIN);
+constexpr bool in_halves = KIND == BlockKind::SIX || (!VNNI && KIND == BlockKind::E2M1);
 
 template <BlockKind KIND, bool VNNI, int R, int N>
 PD_INLINE void block_start(Ints (&c)[R][N], const RowPointers &x, bool first, bool second) {
@@ -168,7 +177,7 @@ PD_INLINE Floats scaled_sums(Ints t, Ints half, Floats a, Floats b, Floats sum) 
   return KIND == BlockKind::NIBBLES_MIN ? sub_floats(s, mul_floats(b, sum)) : s;
 }
 
-// A group's sums into acc. first_half: of 6 bits, what the first 16 values gave.
+// A group's sums into acc. first_half: in halves, what the first 16 values gave.
 template <BlockKind KIND, bool VNNI, int V, int R, int N>
 PD_INLINE void block_end(const Ints (&c)[R][N], const int32_t *first_half, const RowPointers &x, const char *unit,
                          const char *scales, bool has_scales, float *acc) {
@@ -185,12 +194,13 @@ PD_INLINE void block_end(const Ints (&c)[R][N], const int32_t *first_half, const
 #pragma GCC unroll 4
     for (int v = 0; v < N; v++) {
       Ints t = c[i][v];
+      Ints half = t;
+      if constexpr (in_halves<KIND, VNNI>) half = load_ints(first_half + i * 32 + (V + v) * (VECTOR / 4));
       if constexpr (sums_16<KIND, VNNI>) {
         t = madd_shorts(t, set_ints(0x00010001));
+        if constexpr (in_halves<KIND, VNNI>) t = add_ints(t, madd_shorts(half, set_ints(0x00010001)));
         if constexpr (ZERO != 0) t = add_ints(t, sums_times(x[i], -ZERO, -ZERO));
       }
-      Ints half = t;
-      if constexpr (KIND == BlockKind::SIX) half = load_ints(first_half + i * 32 + (V + v) * (VECTOR / 4));
       const Floats s = scaled_sums<KIND>(t, half, a[v], b[v], sum);
       float *to = acc + i * 32 + (V + v) * (VECTOR / 4);
       store_floats(to, add_floats(load_floats(to), mul_floats(xs, s)));
@@ -203,10 +213,10 @@ PD_INLINE void block_group(const char *data, const RowPointers &x, const char *u
                            bool has_scales, float *acc) {
   constexpr int N = TOGETHER<R>;
   Ints c[R][N];
-  alignas(64) int32_t first_half[KIND == BlockKind::SIX ? R * 32 : 1];
+  alignas(64) int32_t first_half[in_halves<KIND, VNNI> ? R * 32 : 1];
   block_start<KIND, VNNI>(c, x, true, KIND != BlockKind::SIX);
   four_steps<KIND, VNNI, 0, V>(c, data, x);
-  if constexpr (KIND == BlockKind::SIX) {
+  if constexpr (in_halves<KIND, VNNI>) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
       for (int v = 0; v < N; v++) store_ints(first_half + i * 32 + (V + v) * (VECTOR / 4), c[i][v]);
@@ -223,6 +233,8 @@ PD_INLINE void read_step(const uint8_t *group, int s, uint8_t (&w)[128]) {
   if constexpr (KIND == BlockKind::BYTES) return (void)memcpy(w, group + s * 128, 128);
   const uint8_t *high = group + s / 2 * 192, *low = KIND == BlockKind::SIX ? high + 64 + s % 2 * 64 : group + s * 64;
   for (int j = 0; j < 64; j++) w[j] = low[j] & 15, w[64 + j] = low[j] >> 4;
+  if constexpr (KIND == BlockKind::E2M1)
+    for (uint8_t &q : w) q = E2M1_VALUES[q];
   if constexpr (KIND == BlockKind::SIX)
     for (int j = 0; j < 64; j++)
       w[j] |= (high[j] >> s % 2 * 4 & 3) << 4, w[64 + j] |= (high[j] >> (s % 2 * 4 + 2) & 3) << 4;
@@ -232,7 +244,7 @@ PD_INLINE void block_group(const char *data, const RowPointers &x, const char *u
                            bool has_scales, float *acc) {
   static_assert(R == 1);
   constexpr bool SIX = KIND == BlockKind::SIX;
-  constexpr int ZERO = KIND == BlockKind::NIBBLES ? 8 : KIND == BlockKind::BYTES ? 128 : SIX ? 32 : 0;
+  constexpr int ZERO = zero_of<KIND, true>();
   XGroup g;
   memcpy(&g, x[0], sizeof g);
   int32_t t[2][32];

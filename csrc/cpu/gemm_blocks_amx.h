@@ -132,6 +132,7 @@ inline void amx_blocks(BlockKind kind, const AmxBlockArgs &t, int tiles) {
     case BlockKind::NIBBLES: return amx_blocks<BlockKind::NIBBLES>(t, tiles);
     case BlockKind::NIBBLES_MIN: return amx_blocks<BlockKind::NIBBLES_MIN>(t, tiles);
     case BlockKind::SIX: return amx_blocks<BlockKind::SIX>(t, tiles);
+    case BlockKind::E2M1: return amx_blocks<BlockKind::E2M1>(t, tiles);
     default: return amx_blocks<BlockKind::BYTES>(t, tiles);
   }
 }
@@ -142,6 +143,7 @@ inline void unpack(const BlockShape &shape, const char *panel, int64_t num_units
     case BlockKind::NIBBLES_MIN:
       return unpack<BlockKind::NIBBLES_MIN>(panel, num_units, shape.groups(), shape.has_scales, to);
     case BlockKind::SIX: return unpack<BlockKind::SIX>(panel, num_units, shape.groups(), shape.has_scales, to);
+    case BlockKind::E2M1: return unpack<BlockKind::E2M1>(panel, num_units, shape.groups(), shape.has_scales, to);
     default: return;
   }
 }

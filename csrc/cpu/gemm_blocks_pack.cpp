@@ -114,11 +114,12 @@ void read_group(const BlockShape &shape, const uint8_t *unit, int g, int output,
   else if (shape.has_scales)
     scale[0] = scale[1] = scale[0] * (float)group[output], minimum = minimum * (float)group[32 + output];
   group += shape.group_header;
-  constexpr int ZERO[] = {8, 0, 32, 128};  // of each kind
+  constexpr int ZERO[] = {8, 0, 32, 128, E2M1_ZERO};  // of each kind
   const int zero = ZERO[(int)shape.kind];
   for (int j = 0; j < X_GROUP; j++) {
     const uint32_t word = read_step(shape.kind, group, output, j / 4);
-    const float a = scale[j / 16], q = (float)((int)(word >> j % 4 * 8 & 255) - zero);
+    const int byte = word >> j % 4 * 8 & 255, own = shape.kind == BlockKind::E2M1 ? E2M1_VALUES[byte] : byte;
+    const float a = scale[j / 16], q = (float)(own - zero);
     if (shape.kind != BlockKind::NIBBLES_MIN) values[j] = a * q;
     else values[j] = shape.has_scales ? a * q - minimum : a * (q - minimum);
   }

@@ -18,6 +18,9 @@ PD_INLINE Ints shift16(Ints a) {  // 16 bits each, to the right; N < 0: to the l
   else return _mm512_slli_epi16(a, -N);
 }
 PD_INLINE Ints and_or(Ints a, Ints b, Ints c) { return _mm512_ternarylogic_epi32(a, b, c, 0xea); }  // (a & b) | c
+PD_INLINE Ints look_up(const uint8_t (&table)[16], Ints nibbles) {  // of each byte
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)table)), nibbles);
+}
 PD_INLINE Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 PD_INLINE Ints add_shorts(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
 PD_INLINE Ints madd_bytes(Ints a, Ints b) { return _mm512_maddubs_epi16(a, b); }
@@ -54,6 +57,9 @@ PD_INLINE Ints shift16(Ints a) {
   else return _mm256_slli_epi16(a, -N);
 }
 PD_INLINE Ints and_or(Ints a, Ints b, Ints c) { return _mm256_or_si256(_mm256_and_si256(a, b), c); }
+PD_INLINE Ints look_up(const uint8_t (&table)[16], Ints nibbles) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)table)), nibbles);
+}
 PD_INLINE Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 PD_INLINE Ints add_shorts(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
 PD_INLINE Ints madd_bytes(Ints a, Ints b) { return _mm256_maddubs_epi16(a, b); }

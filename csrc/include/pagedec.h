@@ -155,17 +155,18 @@ PD_EXPORT int pd_pack_int8_weight_only(pd_context *, const void *w, int64_t n, i
  *   PD_Q8_0                 32 values: d, int8: w = d q
  *   PD_Q4_K                 256 values: d, dmin, sc and m of 6 bits for each 32, nibbles: w = d sc q - dmin m
  *   PD_Q6_K                 256 values: q of 6 bits, sc of 8 bits for each 16, d: w = d sc (q - 32)
+ *   PD_MXFP4                32 values: d, nibbles that are floats (e2m1), q twice what each is: w = d q; CPUs alone
  * byte for byte as pagedec/kernels/blocks.py says; k is a multiple of a block's values. When the kernel runs, x becomes
  * int8 in groups of 32 values of a row, as above. Of a group, with t the exact sum of (q - zero) q_x over what shares a
  * scale, a = d sc, b = dmin m or d z (exact in fp32) and S the exact sum of q_x:
- *   acc = acc + scale of x * (a t)               Q4_0, INT4_128, Q8_0
+ *   acc = acc + scale of x * (a t)               Q4_0, INT4_128, Q8_0, MXFP4
  *   acc = acc + scale of x * (a t - b S)         Q4_K, INT4_ZERO_*, whose t has no zero
  *   acc = acc + scale of x * (a t + a' t')       Q6_K, of its two 16 values
  * from 0 on, groups in order, each product, sum and difference rounded to fp32 by itself; y = epilogue(acc + bias), the
  * same on every instruction set and device. Infinities, NaN and tiny values of x are as in int8; a d, dmin or z that is
  * no number gives some infinity or NaN. */
 typedef enum {
-  PD_Q4_0 = 1, PD_Q8_0, PD_Q4_K, PD_Q6_K, PD_INT4_128, PD_INT4_ZERO_32, PD_INT4_ZERO_128
+  PD_Q4_0 = 1, PD_Q8_0, PD_Q4_K, PD_Q6_K, PD_INT4_128, PD_INT4_ZERO_32, PD_INT4_ZERO_128, PD_MXFP4
 } pd_block_format;
 /* Outputs from first_output on, up to the next segment's, are in this format: a multiple of 32, the first 0. A packed
  * weight is its segments' packed bytes one behind the other. */

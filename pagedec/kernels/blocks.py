@@ -12,6 +12,9 @@ A row of k values is a sequence of blocks, each some consecutive values with the
     q6_k           256 values: for each half of 128 values 64 bytes of nibbles (values 0-63 low, 64-127 high), then for
                    each half 32 bytes of 2 high bits (values 0-31 lowest), 16 int8 sc of 16 values each, fp16 d;
                    w = d sc (q - 32)
+    mxfp4           32 values: fp16 d, nibbles as of q4_0, each a float of 4 bits (e2m1) taken twice: v = 0, 1, 2, 3, 4,
+                   6, 8, 12, and from 8 on the same below zero; w = d v, so d is half the scale that OCP's Microscaling
+                   Formats have, a power of two (kernels take any)
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class BlockLayout:
     num_bytes: int
     code: BlockFormat
     halves: tuple[int, ...] = (0,)
+    on_devices: bool = True  # whether CUDA's kernels have it, too: else its blocks are `as_q8_0` there
 
 
 LAYOUTS = {
@@ -45,7 +49,12 @@ LAYOUTS = {
     "q8_0": BlockLayout(32, 34, BlockFormat.Q8_0),
     "q4_k": BlockLayout(256, 144, BlockFormat.Q4_K, (0, 2)),
     "q6_k": BlockLayout(256, 210, BlockFormat.Q6_K, (208,)),
+    "mxfp4": BlockLayout(32, 18, BlockFormat.MXFP4, on_devices=False),
 }
+E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+"""Twice what each float of 4 bits is."""
+MXFP4_SCALES = range(104, 144)
+"""Bytes e whose scale 2^(e - 127) has a half that fp16 holds: 2^-24 to 2^15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,15 @@ class Blocks:
                 raise ValueError(f"{name} is {place}; for {self.format} it must be a multiple of {values}")
         return Blocks(self.format, self.data[:, begin // values * num_bytes : end // values * num_bytes], end - begin)
 
+    def as_q8_0(self) -> Blocks:
+        """Blocks of mxfp4 in twice the bytes: the same scales and integers, so kernels give the same bits. Raises
+        ValueError for other formats."""
+        if self.format != "mxfp4":
+            raise ValueError(f"format is {self.format!r}; it must be 'mxfp4'")
+        blocks = self.data.reshape(self.n, -1, self.layout.num_bytes)
+        values = E2M1.to(torch.int8)[_nibbles(blocks[:, :, 2:]).int()].view(torch.uint8)
+        return Blocks("q8_0", torch.cat([blocks[:, :, :2], values], 2).flatten(1), self.k)
+
     @staticmethod
     def concat(parts: Sequence[Blocks]) -> Blocks:
         """Weights of one format and one k, their rows one behind the other."""
@@ -134,6 +152,8 @@ class Blocks:
             return _unpack_q4_k(blocks)
         if self.format == "q6_k":
             return _unpack_q6_k(blocks)
+        if self.format == "mxfp4":
+            return Values(E2M1[_nibbles(blocks[:, :, 2:]).flatten(1).int()], _halves(blocks, 0), 32)
         zero, group = "zero" in self.format, self.layout.values
         q = _nibbles(blocks[:, :, 4 if zero else 2 :]).flatten(1).float()
         if zero:
@@ -150,6 +170,33 @@ class Blocks:
         if values.minimum is not None:
             w = w - values.minimum[:, :, None]
         return w.flatten(1)
+
+
+def mxfp4_blocks(codes: Tensor, scales: Tensor, in_pairs: bool = True) -> Blocks | None:
+    """A weight [n, k] of OCP's MXFP4: codes uint8 [n, k / 32, 16], scales uint8 [n, k / 32], each 2^(e - 127).
+
+    A byte of codes has the values 2 j (low) and 2 j + 1, as safetensors have them, or j and j + 16, as GGUF files.
+    None where a block that is not all zeros has a scale outside of 2^-23 to 2^16, which fp16 does not hold, or that is
+    NaN (255): such a weight has to be numbers. Raises ValueError for shapes and dtypes that are others.
+    """
+    for name, tensor in (("codes", codes), ("scales", scales)):
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"{name} is {tensor.dtype}; it must be torch.uint8")
+    if codes.ndim != 3 or codes.shape[2] != 16 or scales.shape != codes.shape[:2]:
+        shapes = f"codes is {list(codes.shape)} and scales {list(scales.shape)}"
+        raise ValueError(f"{shapes}; they must be [n, k / 32, 16] and [n, k / 32]")
+    outside = (scales < MXFP4_SCALES.start) | (scales >= MXFP4_SCALES.stop)
+    if outside.any() and (codes[outside] & 0x77).any():
+        return None
+    halves = [2.0 ** (e - 128) if e in MXFP4_SCALES else 0.0 for e in range(256)]
+    data = codes.new_empty((*scales.shape, 18))
+    data[:, :, :2] = torch.tensor(halves, dtype=torch.float16)[scales.int()][:, :, None].view(torch.uint8)
+    if in_pairs:
+        first, second, own = codes[:, :, :8], codes[:, :, 8:], data[:, :, 2:].unflatten(2, (8, 2))
+        own[..., 0], own[..., 1] = (first & 15) | second << 4, first >> 4 | (second & 0xF0)
+    else:
+        data[:, :, 2:] = codes
+    return Blocks("mxfp4", data.flatten(1), 32 * codes.shape[1])
 
 
 PANEL = 32  # outputs

@@ -38,7 +38,7 @@ from pagedec.kernels.link import Link
 from pagedec.kernels.native_plan import NativePlan
 from pagedec.kernels.native_program import DTYPES, NativeProgram
 from pagedec.kernels.native_roll import NativeRoller
-from pagedec.kernels.native_weight import NativeExperts, NativeWeight, kind_of, shape_of, what_is
+from pagedec.kernels.native_weight import NativeExperts, NativeWeight, held, kind_of, shape_of, what_is
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
@@ -124,7 +124,7 @@ class NativeBackend(HostBackend):
         return None if bias is None else self.place(bias.float().contiguous())
 
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
-        joined = segments_of(parts)
+        joined = segments_of([held(part, self.name) for part in parts])
         sizes = [self._packed_bytes(part, Quantization.BLOCKS) for part in joined]
         data, at, first = self.storage(sum(sizes)), 0, 0
         segments = (Segment * len(joined))()
@@ -137,7 +137,8 @@ class NativeBackend(HostBackend):
     def pack_experts(
         self, count: int, matrices: Matrices, bias: torch.Tensor | None = None, quantization: str | None = None
     ) -> NativeExperts:
-        kind, own = kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS)), iter(matrices)
+        kind = kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS))
+        own = (held(one, self.name) if isinstance(one, Blocks) else one for one in matrices)
         first = next(own)
         if isinstance(first, Blocks):
             kind = Quantization.BLOCKS

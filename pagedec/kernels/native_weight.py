@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedec.kernels.blocks import Blocks
-from pagedec.kernels.library import Quantization, Segment
+from pagedec.kernels.library import DEVICES, Quantization, Segment
 
 INT8_KINDS = {"int8": Quantization.INT8, "int8_weight_only": Quantization.INT8_WEIGHT_ONLY}
 
@@ -42,6 +42,11 @@ class NativeExperts:
 def kind_of(quantization: str | None) -> Quantization:
     """What a weight of numbers is packed as."""
     return Quantization.PLAIN if quantization is None else INT8_KINDS[quantization]
+
+
+def held(blocks: Blocks, isa: str) -> Blocks:
+    """Blocks as an instruction set's kernels have them, or a device's, which do without some formats."""
+    return blocks if isa not in DEVICES or blocks.layout.on_devices else blocks.as_q8_0()
 
 
 def shape_of(matrix: torch.Tensor | Blocks) -> tuple[int, int]:

@@ -101,6 +101,7 @@ class BlockFormat(IntEnum):
     INT4_128 = 5
     INT4_ZERO_32 = 6
     INT4_ZERO_128 = 7
+    MXFP4 = 8  # of CPUs alone
 
 
 class OpKind(IntEnum):

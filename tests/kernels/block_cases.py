@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagedec.kernels.blocks import LAYOUTS, Blocks, segments_of
 from pagedec.kernels.library import Context, Epilogue, GemmArgs, Quantization, Segment
+from pagedec.kernels.native_weight import held
 from tests.kernels.calls import CODES, count, pointer
 from tests.kernels.test_gemm import aligned
 
@@ -31,10 +32,10 @@ def random_blocks(format: str, n: int, k: int, seed: int) -> Blocks:
 
 
 class Packed:
-    """Parts as one packed weight of a context's library."""
+    """Parts as one packed weight of a context's library, in formats that it has."""
 
     def __init__(self, context: Context, parts: Sequence[Blocks]) -> None:
-        joined = segments_of(parts)
+        joined = segments_of([held(part, context.isa) for part in parts])
         self.n, self.k = sum(part.n for part in joined), joined[0].k
         sizes = [context.library.packed_blocks_bytes(part.n, part.k, part.layout.code) for part in joined]
         self.data, self.segments = aligned(sum(sizes)), (Segment * len(joined))()

@@ -20,7 +20,7 @@ from tests.kernels.block_cases import FORMATS, GATED, Packed, linear, random_blo
 from tests.kernels.calls import DTYPES, count, either, normal, threads, without_vnni
 from tests.kernels.test_gemm import aligned
 
-KINDS = ["q4_0", "int4_zero_128", "q4_k", "q6_k", "q8_0"]
+KINDS = ["q4_0", "int4_zero_128", "q4_k", "q6_k", "q8_0", "mxfp4"]
 """One of each way through the kernels."""
 SHAPES = [(1, 1, 256), (3, 33, 256), (13, 100, 768), (5, 31, 2304), (40, 65, 512)]
 MIXED = [("q4_k", 64), ("q6_k", 32), ("q8_0", 96), ("int4_zero_128", 45)]
@@ -122,7 +122,7 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: in
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("format", ["q4_0", "int4_zero_32", "q8_0", "int4_128"])
+@pytest.mark.parametrize("format", ["q4_0", "int4_zero_32", "q8_0", "int4_128", "mxfp4"])
 def test_k_of_few_blocks(context: Context, format: str) -> None:
     values = LAYOUTS[format].values
     for k in (values, 5 * values, 4096 + 3 * values):
@@ -139,7 +139,7 @@ def test_the_largest_sums_do_not_overflow(context: Context, format: str) -> None
     blocks = random_blocks(format, 96, 512, seed=1)
     data = blocks.data.view(96, -1, LAYOUTS[format].num_bytes)
     halves = data.clone()
-    data[:32], data[32:64], data[64:] = 0xFF, 0x00, 0x80 if format == "q8_0" else 0x7F
+    data[:32], data[32:64], data[64:] = 0xFF, 0x00, {"q8_0": 0x80, "mxfp4": 0x77}.get(format, 0x7F)
     first, last = (208, 210) if format == "q6_k" else (0, 4 if "zero" in format or format == "q4_k" else 2)
     data[:, :, first:last] = halves[:, :, first:last]
     x = torch.ones(33, 512)
@@ -194,6 +194,8 @@ def test_zeros_and_tiny_values_give_zeros(context: Context, format: str) -> None
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_packed_weight_is_hardly_larger_than_its_blocks(context: Context, format: str) -> None:
     layout = LAYOUTS[format]
+    if context.isa in DEVICES and not layout.on_devices:
+        layout = LAYOUTS["q8_0"]
     size = context.library.packed_blocks_bytes(64, 1024, layout.code)
     own = 64 * 1024 // layout.values * layout.num_bytes
     assert own <= size <= 1.05 * own
@@ -245,11 +247,13 @@ def test_a_program_mixes_blocks_and_other_layers(context: Context) -> None:
 
 def test_what_is_invalid_is_named(context: Context) -> None:
     functions, storage, data = context.library.functions, aligned(8192), torch.zeros(8192, dtype=torch.uint8)
+    last = 7 if context.isa in DEVICES else 8
     for n, k, format, message in [
         (0, 256, 1, "n is 0"),
         (32, 0, 1, "k is 0"),
-        (32, 256, 0, "format is 0; it must be 1 to 7"),
-        (32, 256, 8, "format is 8; it must be 1 to 7"),
+        (32, 256, 0, f"format is 0; it must be 1 to {last}"),
+        (32, 256, 9, f"format is 9; it must be 1 to {last}"),
+        *([(32, 256, 8, r"format is 8 \(MXFP4\), which a device's kernels do not have; it")] if last < 8 else []),
         (32, 288, 3, "k is 288; with format 3 it must be a multiple of 256"),
         (32, 40, 1, "k is 40; with format 1 it must be a multiple of 32"),
         (32, 32, 5, "k is 32; with format 5 it must be a multiple of 128"),
