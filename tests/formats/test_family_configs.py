@@ -41,12 +41,17 @@ SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4}
 NAMES = {family.name: family.architectures[0] for family in FAMILIES.values()}
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    return {"architectures": [NAMES[name]], **(GPT2 if name == "gpt2" else SMALL), **changes}
+    shape = GPT2 if name == "gpt2" else SMALL | (EXPERTS if "moe" in name or name in ("mixtral", "gpt_oss") else {})
+    return {"architectures": [NAMES[name]], **shape, **changes}
 
 
 def weights_of(arch: Architecture, stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
@@ -61,7 +66,8 @@ def weights_of(arch: Architecture, stored: Mapping[str, torch.Tensor]) -> dict[s
         def shape(self, name: str) -> tuple[int, ...]:
             return tuple(stored[name].shape)
 
-    source = RenamedSource(Stored(), arch.renamed)  # type: ignore[arg-type]
+    adapt = FAMILIES[arch.name].adapt or (lambda source: source)
+    source = RenamedSource(adapt(Stored()), arch.renamed)  # type: ignore[arg-type]
     return {name: source.shape(name) for name in source.names()}
 
 

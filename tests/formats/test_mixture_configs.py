@@ -120,6 +120,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3: must be a list of integers"),
     ("qwen3_moe", {"mlp_only_layers": ["3"]}, r"mlp_only_layers is \['3'\]: must be a list of integers"),
     ("glm4_moe", {"num_hidden_layers": [6]}, r"num_hidden_layers is \[6\]: must be an integer of at least 1"),
+    ("gpt_oss", {"num_hidden_layers": [6]}, r"num_hidden_layers is \[6\]: must be an integer of at least 1"),
     ("glm4_moe", {"n_group": 8}, "n_group is 8: must be 1: choices by groups of experts are not supported"),
     ("glm4_moe", {"topk_group": 2}, "topk_group is 2: must be 1"),
     ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0: must be an integer of at least 1"),

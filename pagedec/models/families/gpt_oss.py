@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.stacked_experts import StackedExperts
+from pagedec.formats.values import layer_count
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
 from pagedec.kernels.reference_linear import SWIGLU_ALPHA, SWIGLU_LIMIT
@@ -38,6 +39,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
             raise InvalidArgument(field, values[field], limit)
     fields = base_fields(values)
     layers, bias = fields["num_layers"], values.get("attention_bias", True)
+    layer_count("num_hidden_layers", layers)
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     num_experts = values.get("num_experts", values["num_local_experts"])
     choice = ExpertChoice(num_experts, values["num_experts_per_tok"], ExpertScore.SOFTMAX_CHOSEN)
