@@ -17,11 +17,9 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     """Return the rows of gate and up [width, ...] in turns of 16, zero rows filling the last group of each."""
     if gate.shape != up.shape:
         raise ValueError(f"gate is {tuple(gate.shape)}, up is {tuple(up.shape)}; they must be of one shape")
-    width, rest = gate.shape[0], gate.shape[1:]
-    groups = -(-width // GROUP)
-    rows = gate.new_zeros(2, groups * GROUP, *rest)
-    rows[0, :width], rows[1, :width] = gate, up
-    return rows.view(2, groups, GROUP, *rest).transpose(0, 1).reshape(2 * groups * GROUP, *rest).contiguous()
+    if extra := -gate.shape[0] % GROUP:
+        gate, up = (torch.cat([part, part.new_zeros(extra, *part.shape[1:])]) for part in (gate, up))
+    return torch.stack([part.unflatten(0, (-1, GROUP)) for part in (gate, up)], 1).flatten(0, 2)  # one copy
 
 
 def gated_product(product: Tensor, epilogue: Epilogue = Epilogue.SILU_MUL) -> Tensor:
