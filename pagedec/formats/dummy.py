@@ -15,6 +15,7 @@ import torch
 from pagedec.kernels.blocks import LAYOUTS, Blocks
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_FINE = ("v_proj.weight", "down_proj.weight", ".w2.weight")  # the last is how Mixtral calls down projections
 STANDARD_DEVIATION = 0.02  # initializer_range of the models in question
 TABLE_BITS = 16
 CHUNK = 1 << 16  # indices a step: they and the table stay in the L2 cache
@@ -52,7 +53,7 @@ def _format_of(name: str, num_layers: int) -> str:
     if name.startswith("lm_head"):
         return "q6_k"
     match = _LAYER.search(name)
-    if match is None or not name.endswith(("v_proj.weight", "down_proj.weight")):
+    if match is None or not name.endswith(_FINE):
         return "q4_k"
     layer, eighth = int(match[1]), num_layers // 8
     is_fine = layer < eighth or layer >= num_layers * 7 // 8 or (layer - eighth) % 3 == 2

@@ -66,7 +66,7 @@ def test_integer_dtype_is_refused() -> None:
         DummySource(SHAPES, torch.int8)
 
 
-@pytest.mark.parametrize("preset", ["smollm2-135m", "qwen3-0.6b", "llama-3.1-8b"])
+@pytest.mark.parametrize("preset", ["smollm2-135m", "qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b"])
 def test_presets_open_without_making_a_tensor(preset: str) -> None:
     files = resolve_model(preset, "dummy")
     arch = load_architecture(files)
@@ -75,3 +75,21 @@ def test_presets_open_without_making_a_tensor(preset: str) -> None:
     assert source.path == Path("(dummy weights)")
     name = f"model.layers.{arch.num_layers - 1}.self_attn.k_proj.weight"
     assert tuple(source.load(name).shape) == (arch.num_kv_heads * arch.head_dim, arch.hidden_size)
+
+
+def test_formats_of_experts_are_those_of_files() -> None:
+    """Of Q4_K_M: down projections are finer in the first and last layers and in every third, also those of experts."""
+    expert, fine = "model.layers.{}.block_sparse_moe.experts.1.{}.weight", {0, 3, 6, 7}
+    matrices = {
+        f"model.layers.{i}.mlp.experts.0.{part}_proj.weight": (2, 256) for i in range(8) for part in ("up", "down")
+    }
+    matrices |= {expert.format(i, part): (2, 512) for i in range(8) for part in ("w1", "w2", "w3")}
+    narrow = {"model.layers.0.mlp.experts.0.down_proj.weight": (2, 1408)}
+    source = DummySource(matrices, torch.bfloat16)
+    for name in matrices:
+        blocks, layer = source.blocks(name), int(name.split(".")[2])
+        assert blocks is not None
+        is_fine = layer in fine and name.endswith(("down_proj.weight", "w2.weight"))
+        assert blocks.format == ("q6_k" if is_fine else "q4_k"), name
+    [blocks] = [DummySource(narrow, torch.bfloat16).blocks(name) for name in narrow]
+    assert blocks is not None and blocks.format == "q8_0"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.core_model_loading import revert_weight_conversion
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.gguf.header import read_gguf_header
@@ -257,7 +258,8 @@ def test_presets_mean_to_transformers_what_they_mean_here(preset: str) -> None:
     config = AutoConfig.for_model(**{key: value for key, value in given.items() if key != "architectures"})
     with torch.device("meta"):
         model = getattr(transformers, given["architectures"][0])(config)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    saved = revert_weight_conversion(model, model.state_dict())
+    shapes = {name: tuple(value.shape) for name, value in saved.items()}
     assert arch.weight_shapes().keys() | set(arch.optional_weights()) == shapes.keys()
     assert all(shapes[name] == shape for name, shape in arch.weight_shapes().items())
 
@@ -269,6 +271,7 @@ def test_known_sizes_of_presets() -> None:
     assert count("smollm2-135m") == 134_515_008
     assert count("llama-3.1-8b") == 8_030_261_248
     assert count("qwen3-0.6b") == 596_049_920
+    assert count("qwen3-30b-a3b") == 30_532_122_624
 
 
 def test_the_embedded_model_is_its_preset(smollm2: Path) -> None:
@@ -335,7 +338,9 @@ def test_refused_gguf(change: dict[str, Any], problem: str) -> None:
 
 
 def test_unknown_preset_lists_the_known() -> None:
-    with pytest.raises(InvalidArgument, match="model is 'llama-9': .*llama-3.1-8b, qwen3-0.6b, smollm2-135m"):
+    with pytest.raises(
+        InvalidArgument, match="model is 'llama-9': .*llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b, smollm2-135m"
+    ):
         load_architecture(resolve_model("llama-9", "dummy"))
 
 
