@@ -48,7 +48,7 @@ def said(path: Path, isa: str | None, monkeypatch: pytest.MonkeyPatch, **argumen
         kinds = set()
         if "tensor_parallel_size" not in arguments:
             model = llm.engine.executor.worker.lanes["target"].model  # type: ignore[attr-defined]
-            weights = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
+            weights = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
             assert all(isinstance(weight, NativeWeight) for weight in weights)
             kinds = {weight.quantization.name + str(len(weight.segments or ())) for weight in weights}
     return [[answer.token_ids for answer in output.outputs] for output in outputs], kinds

@@ -24,7 +24,7 @@ def test_the_default_model_in_int8_knows_its_capitals(quantization: str, dtype: 
     assert f"{dtype}, {quantization} weights" in active_line(llm)
     model = llm.engine.executor.worker.lanes["target"].model  # type: ignore[attr-defined]
     if isinstance(model.backend, NativeBackend):
-        layers = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
+        layers = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
         assert {layer.quantization for layer in [*layers, model.lm_head]} == {INT8_KINDS[quantization]}
 
 
