@@ -31,7 +31,7 @@ from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = (
     *("int8", "int8_weight_only", "int4", "int4_128", "int4_zero", "int4_zero_128"),
-    *("gguf", "awq", "gptq", "off"),
+    *("gguf", "awq", "gptq", "mxfp4", "off"),
 )
 MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("auto", "inline", "process", "ray")
@@ -86,7 +86,7 @@ class ModelConfig:
         Text(
             "weights of linear layers: int8, inputs too; int8_weight_only: inputs as they are; int4 in groups of 32 or "
             "128, with or without zero points; gguf: as a .gguf file has them; off: as dtype says; by default as an "
-            "AWQ or GPTQ checkpoint has them",
+            "AWQ, GPTQ or MXFP4 checkpoint has them",
             choices=QUANTIZATIONS,
             optional=True,
         ),

@@ -14,7 +14,7 @@ import torch
 
 from pagedec.errors import ModelFileError
 from pagedec.formats.source import WeightSource
-from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.blocks import Blocks, mxfp4_blocks
 
 CODES, SCALES = "_blocks", "_scales"
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -109,8 +109,11 @@ class StackedExperts:
         return _rows(codes[expert], part), _rows(scales[expert], part)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return a matrix in the small integers that it is stored in, None where it is stored as numbers."""
-        return None
+        """Return a matrix in the small integers that it is stored in, None where it is stored as numbers, or has scales
+        that our blocks do not hold."""
+        if not self._stored.get(name, (name,))[0].endswith(CODES):
+            return None
+        return mxfp4_blocks(*self._codes(name))
 
     def release(self) -> None:
         """Give up the memory of what was read."""

@@ -43,15 +43,15 @@ class ReferencePlan:
 
 def _linear(x: torch.Tensor, weight: Packed, y: torch.Tensor, epilogue: Epilogue) -> None:
     product = weight(x)
-    if epilogue == Epilogue.ADD:
+    if epilogue.is_gated:
+        y[:] = gated_product(product, epilogue)
+    elif epilogue == Epilogue.ADD:
         y += product.float()
-    elif epilogue == Epilogue.STORE:
-        y[:] = product
     elif epilogue == Epilogue.GELU:
         for i in range(len(x)):  # torch's vectors end elsewhere in a longer array
             y[i] = functional.gelu(product[i], approximate="tanh")
     else:
-        y[:] = gated_product(product, epilogue)
+        y[:] = product
 
 
 class ReferenceProgram:

@@ -23,12 +23,11 @@ from pagedec.config import (
     names_draft_model,
 )
 from pagedec.errors import InvalidArgument, ModelFileError, Shown, WeightsWarning, counted, within
-from pagedec.formats.awq_gptq import MXFP4, int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.attention_kernel import AttentionKernel, check_shapes
-from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
+from pagedec.kernels.backend import Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.flash_attn_kernel import FlashAttention
@@ -54,6 +53,7 @@ from pagedec.runtime.pool import KvPool
 from pagedec.runtime.processors import default_threads, tell_torch
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_blocks, target_pool, weight_bytes
+from pagedec.runtime.weight_form import weight_form
 from pagedec.runtime.worker import Worker
 
 NO_SIZES = dict.fromkeys(POOL_SIZES)
@@ -158,24 +158,6 @@ def own_backend(config: EngineConfig, place: int = 0) -> Backend:
             raise InvalidArgument("attention_backend", name, f"{problem} devices, chosen by PAGEDEC_ISA=cuda")
         backend.use_attention(KERNELS[name](), config.cache.block_size)
     return backend
-
-
-def weight_form(model: ModelConfig) -> str | None:
-    """What linear layers are packed with: as the configuration says, or as the checkpoint has them. Raises
-    InvalidArgument where it has them in another form than asked for."""
-    asked = model.quantization
-    if asked in (*INT8_QUANTIZATIONS, "off"):
-        return None if asked == "off" else asked
-    files = resolve_model(model.model, model.load_format)
-    stored = int4_config(files, others=[MXFP4])
-    method = None if stored is None else stored.method
-    if asked is None:
-        return method
-    if asked in ("awq", "gptq") and asked != method:
-        raise InvalidArgument("quantization", asked, f"must be the checkpoint's, which is {method or 'none'}")
-    if asked == "gguf" and files.weights is not None and files.load_format != "gguf":
-        raise InvalidArgument("quantization", asked, "must be of a .gguf file, or of dummy weights")
-    return asked
 
 
 def load_model(config: ModelConfig, backend: Backend, longest: int | None = None) -> LoadedModel:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedec.runtime.loading import LoadedModel
 
 WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "awq": 0.55}
-WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61}
+WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61, "mxfp4": 0.65}
 """Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
 
 

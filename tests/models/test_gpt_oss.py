@@ -9,17 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedec import LLM
+from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.stacked_experts import dequantized
+from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.kernels.library import Quantization, available_isas, load, loadable_isas
+from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.native_weight import NativeExperts
 from pagedec.models.model import Model
 from pagedec.runtime.loading import load_model
 from tests.engine.neighbours import assert_neighbours_change_nothing
 from tests.models.coded_checkpoints import WEIGHTS, Coded, make_coded
-from tests.models.test_hosted import BACKEND, make_backend, relative_error
+from tests.models.test_hosted import BACKEND, relative_error
+from tests.models.weights import packed_weights
 from tests.support import all_logits
 
+pytestmark = pytest.mark.skipif(not available_isas(), reason="compiled kernels have weights that are looked at")
 EXPERTS = "model.layers.1.mlp.experts"
 
 
@@ -28,14 +34,52 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Coded:
     return make_coded(tmp_path_factory.mktemp("gpt_oss"))
 
 
-def loaded(path: Path) -> Model:
+def loaded(path: Path, isa: str = BACKEND, quantization: str | None = None) -> Model:
+    """With experts as numbers, or as the backend has them."""
     config = EngineConfig.from_kwargs(model=str(path), dtype="float32", skip_tokenizer_init=True)
-    return load_model(config.model, make_backend(BACKEND)).model
+    if isa == "reference":
+        return load_model(config.model, ReferenceBackend(torch.float32, quantization)).model
+    return load_model(config.model, NativeBackend(load(isa), torch.float32, quantization)).model
 
 
 def test_codes_become_their_numbers(checkpoint: Coded) -> None:
     path, tokens, want = checkpoint
     assert relative_error(all_logits(loaded(path), tokens, chunk=23), want) < 1e-5
+
+
+@pytest.mark.parametrize("isa", loadable_isas())
+def test_codes_stay_codes(checkpoint: Coded, isa: str) -> None:
+    """In a quarter of the memory of bf16, and a step of logits that lie as near as inputs of 8 bits allow."""
+    path, tokens, want = checkpoint
+    model = loaded(path, isa, "mxfp4")
+    logits = all_logits(model, tokens, chunk=23)
+    assert float((logits - want).norm() / want.norm()) < 0.05
+    torches = all_logits(loaded(path, "reference", "mxfp4"), tokens[:40])
+    assert relative_error(logits[:40], torches) < 1e-5
+    kept = [weight for weight in packed_weights(model) if isinstance(weight, NativeExperts)]
+    assert len(kept) == 4 and all(weight.each.quantization == Quantization.BLOCKS for weight in kept)
+
+
+def test_a_published_checkpoint_stays_as_it_is(checkpoint: Coded) -> None:
+    """Unless it is told otherwise."""
+    for asked, has in ((None, "mxfp4"), ("mxfp4", "mxfp4"), ("off", None), ("int8", "int8")):
+        with LLM(str(checkpoint[0]), quantization=asked, skip_tokenizer_init=True, num_blocks=16) as llm:
+            runner = llm.engine.executor.worker.lanes["target"]  # type: ignore[attr-defined]
+            assert runner.backend.quantization == has
+            [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 4
+
+
+def test_scales_that_blocks_do_not_hold_make_numbers(checkpoint: Coded, tmp_path: Path) -> None:
+    path, tokens, _ = checkpoint
+    stored = load_file(path / WEIGHTS)
+    stored[f"{EXPERTS}.down_proj_scales"][0, 0, 0] = 90
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    save_file(stored, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    model = loaded(tmp_path, quantization="mxfp4")
+    kinds = [weight.each.quantization for weight in packed_weights(model) if isinstance(weight, NativeExperts)]
+    assert kinds == [Quantization.BLOCKS] * 3 + [Quantization.PLAIN]
+    assert not all_logits(model, tokens[:20]).isnan().any()
 
 
 def test_every_code_and_scale_is_what_transformers_has() -> None:
@@ -48,8 +92,9 @@ def test_every_code_and_scale_is_what_transformers_has() -> None:
     assert dequantized(codes[0, :, :1], torch.full((16, 1), 255, dtype=torch.uint8)).isnan().all()
 
 
-def test_neighbours_change_no_answer(checkpoint: Coded) -> None:
-    assert_neighbours_change_nothing(checkpoint[0], checkpoint[1], dtype="float32")
+@pytest.mark.parametrize("arguments", [{}, {"quantization": "off"}, {"executor": "process", "tensor_parallel_size": 2}])
+def test_neighbours_change_no_answer(checkpoint: Coded, arguments: dict[str, Any]) -> None:
+    assert_neighbours_change_nothing(checkpoint[0], checkpoint[1], dtype="float32", **arguments)
 
 
 @pytest.mark.parametrize(
