@@ -116,12 +116,13 @@ class Int4Source:
     def __init__(self, source: WeightSource, config: Int4Config) -> None:
         self._source, self._config = source, config
         stored = source.names()
+        self._stored = set(stored)
         self._packed = {name.removesuffix(".qweight") + ".weight" for name in stored if name.endswith(".qweight")}
         if not self._packed:
             raise ModelFileError(source.path, f"has no weight of {config.method}, which its config.json says it has")
         own = {f"{name.removesuffix('.weight')}.{part}" for name in self._packed for part in PARTS}
         self._names = [name for name in stored if name not in own] + sorted(self._packed)
-        missing = [name for name in own - set(stored) if not name.endswith(".g_idx")]
+        missing = [name for name in own - self._stored if not name.endswith(".g_idx")]
         if missing:
             raise ModelFileError(source.path, f"lacks tensor {min(missing)} of a quantised weight")
 
@@ -176,7 +177,7 @@ class Int4Source:
             raise ModelFileError(self.path, "; ".join(wrong))
         self._check_order(name, k, group)
         order = IN_ORDER if is_gptq else AWQ_ORDER
-        values = (_unpacked(q.T, IN_ORDER) if is_gptq else _unpacked(q, order).T).reshape(n, k)
+        values = _rows(q.T) if is_gptq else _columns(q, order)
         zeros = self._zeros(zero, order)
         blocks = _blocks(values, scale.T, zeros, group)
         if not blocks.is_finite:
@@ -186,8 +187,8 @@ class Int4Source:
     def _zeros(self, words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         """Zero points [n, k / group]."""
         if self._config.carries:
-            return _unpacked(words + ONES, order).T
-        return (_unpacked(words, order).T + self._config.zero_shift) & 15
+            return _columns(words + ONES, order)
+        return (_columns(words, order) + self._config.zero_shift) & 15
 
     def zero_biases(self) -> list[str]:
         """Return the biases of quantised weights that are 0: AutoGPTQ gave one to each layer, wanted or not."""
@@ -198,7 +199,7 @@ class Int4Source:
     def _check_order(self, name: str, k: int, group: int) -> None:
         """GPTQ may have gone through the inputs in an order of its own, whose groups are scattered."""
         g_idx = self._part(name, "g_idx")
-        if g_idx not in self._source.names():
+        if g_idx not in self._stored:
             return
         if not torch.equal(self._source.load(g_idx).long(), torch.arange(k) // group):
             raise ModelFileError(self.path, f"tensor {g_idx} scatters groups (desc_act), which is not supported")
@@ -208,11 +209,16 @@ class Int4Source:
         self._source.release()
 
 
-def _unpacked(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """Eight values of 0 .. 15 of each int32 along the last axis, uint8: column i is in bits 4 order[i]."""
+def _rows(words: torch.Tensor) -> torch.Tensor:
+    """Values of 0 .. 15 of int32 [n, k / 8], lowest bits first: uint8 [n, k]."""
     raw = words.contiguous().view(torch.uint8)  # little-endian: byte b has bits 8 b
-    nibbles = torch.stack([raw & 15, raw >> 4], -1).view(*words.shape, 8)
-    return nibbles[..., list(order)].reshape(*words.shape[:-1], words.shape[-1] * 8)
+    return torch.stack([raw & 15, raw >> 4], -1).flatten(1)
+
+
+def _columns(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Those of int32 [m, n / 8], turned: uint8 [n, m]. Column 8 j + i is in bits 4 order[i] of word j."""
+    turned = words.T.contiguous()  # words rather than their values, of which there are eight times as many
+    return torch.stack([(turned >> 4 * place & 15).to(torch.uint8) for place in order], 1).flatten(0, 1)
 
 
 def _blocks(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int) -> Blocks:

@@ -185,10 +185,11 @@ def write_model(
     stacked: bool = True,
     num_behind: int = 0,
     left_out: Sequence[str] = (),
+    others: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> Path:
     """Write a saved model as GGUF, its matrices in `encoding`; `fused_qkv`: as ChatGLM's first files have q, k and v;
     not `stacked`: as Mixtral's first files have experts. `num_behind` blocks predict further tokens. `left_out`:
-    fields of the architecture's own."""
+    fields of the architecture's own. `others`: the encodings of tensors that have another."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config["num_nextn_predict_layers"] = num_behind
     architecture = ARCHITECTURES[config["model_type"]]
@@ -213,11 +214,11 @@ def write_model(
     tensors = (tensors if stacked else apart(tensors)) | extra
     for name, values in tensors.items():
         values = np.ascontiguousarray(values)
-        kept = values.ndim == 1 or encoding == F32 or "ffn_gate_inp" in name
-        if kept:
+        own = (others or {}).get(name, encoding)
+        if values.ndim == 1 or own == F32 or "ffn_gate_inp" in name:
             writer.add_tensor(name, values.astype(np.float32))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values, encoding), raw_dtype=encoding)
+            writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
     for field in left_out:
         del writer.kv_data[0][f"{architecture}.{field}"]
     writer.write_header_to_file()

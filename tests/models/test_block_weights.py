@@ -144,12 +144,17 @@ def in_numbers(weight: torch.Tensor) -> torch.Tensor:
     return values.flatten(1)
 
 
+def is_quantised(name: str, weight: torch.Tensor) -> bool:
+    """Whether quantisers take a weight: one of a layer that nothing is chosen or weighed by."""
+    return weight.ndim == 2 and "layers" in name and not name.endswith(("gate.weight", "expert_gate.weight"))
+
+
 def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
     """The checkpoint with its layers as the method keeps them, in groups of 32."""
     target.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(source / "model.safetensors").items():
-        if weight.ndim != 2 or "layers" not in name:
+        if not is_quantised(name, weight):
             tensors[name] = weight
             continue
         q, zero, scale = in_groups(weight)
