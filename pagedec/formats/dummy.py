@@ -20,6 +20,7 @@ STANDARD_DEVIATION = 0.02  # initializer_range of the models in question
 TABLE_BITS = 16
 CHUNK = 1 << 16  # indices a step: they and the table stay in the L2 cache
 SCALES = {"q8_0": ((0, 2.7e-4),), "q4_k": ((0, 7.8e-5), (2, 5.8e-4)), "q6_k": ((208, 1.46e-5),)}
+SCALES |= {"mxfp4": ((0, 2.0**-8),)}
 """Of a block in a file: where its fp16 scales are, and the values at which random bytes have about STANDARD_DEVIATION,
 and no mean. Uniform integers of b bits deviate by 2^b / sqrt(12), and so do the scales of groups within a block; with
 q4_k the minimum is 7.5 scales, the mean of its integers."""
@@ -69,10 +70,12 @@ class DummySource:
         dtype: torch.dtype,
         seed: int = 0,
         norm_value: float = 1.0,
+        has_coded_experts: bool = False,
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype is {dtype}, must be bfloat16, float16 or float32")
         self._shapes, self._dtype, self._seed, self._norm_value = dict(shapes), dtype, seed, norm_value
+        self._has_coded_experts = has_coded_experts
         layers = [int(match[1]) for match in map(_LAYER.search, shapes) if match]
         self._num_layers = 1 + max(layers, default=-1)
 
@@ -103,10 +106,10 @@ class DummySource:
         return _random_normal(self._seed, name, shape, self._dtype)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Make a matrix of random bytes, in the format that it would have in a Q4_K_M file; None for a vector, and
-        where no block divides its rows."""
+        """Make a matrix of random bytes, in the format that it would have in a Q4_K_M file, or as gpt-oss is published,
+        whose experts alone have one; None for a vector, and where no block divides its rows."""
         shape = self._shapes[name]
-        form = _format_of(name, self._num_layers) if len(shape) == 2 else None
+        form = self._format(name) if len(shape) == 2 else None
         if form is None or shape[1] % 32:
             return None
         if shape[1] % LAYOUTS[form].values:
@@ -118,6 +121,11 @@ class DummySource:
         for offset, value in SCALES[form]:
             raw[:, offset : offset + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8)
         return Blocks(form, raw.view(shape[0], -1), shape[1])
+
+    def _format(self, name: str) -> str | None:
+        if self._has_coded_experts:
+            return "mxfp4" if ".experts." in name else None
+        return _format_of(name, self._num_layers)
 
     def release(self) -> None:
         """Nothing is held."""

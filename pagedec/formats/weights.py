@@ -26,19 +26,21 @@ def open_weights(
     renamed: Sequence[tuple[str, str | None]] = (),
     norm_value: float = 1.0,
     has_blocks: bool = False,
+    has_coded_experts: bool = False,
     adapt: Callable[[WeightSource], WeightSource] | None = None,
 ) -> WeightSource:
     """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check but
     biases that a quantised checkpoint may have without need.
 
     `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once,
-    unless `has_blocks`: the caller takes it as it is. `renamed` is
+    unless `has_blocks`: the caller takes it as it is; so are dummy experts, in MXFP4 alone with `has_coded_experts`.
+    `renamed` is
     how names in safetensors files become those of `shapes` (see RenamedSource), `adapt` what else becomes of them;
     `norm_value` is the value of dummy norms.
     """
     source: WeightSource
     if files.weights is None:
-        source = DummySource(shapes, dtype, seed, norm_value)
+        source = DummySource(shapes, dtype, seed, norm_value, has_coded_experts)
     elif files.load_format == "gguf" and has_blocks:
         source = GgufSource(files.weights)
     elif files.load_format == "gguf":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.awq_gptq import MXFP4
 from pagedec.formats.files import read_json_object
 from pagedec.formats.gguf.header import GgufHeader, read_gguf_header
 from pagedec.formats.gguf.metadata import GgufFields, read_gguf_fields
@@ -120,7 +121,7 @@ def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architectu
 
 
 def open_model_weights(
-    arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0, has_blocks: bool = False
+    arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0, form: str | None = None
 ) -> WeightSource:
     """Open the weights that the architecture needs; raise ModelFileError where the files hold others."""
     return open_weights(
@@ -131,7 +132,8 @@ def open_model_weights(
         seed,
         renamed=arch.renamed,
         norm_value=1.0 - arch.norm_offset,
-        has_blocks=has_blocks,
+        has_blocks=form in STORED,
+        has_coded_experts=form == MXFP4,
         adapt=FAMILIES[arch.name].adapt,
     )
 
@@ -191,7 +193,7 @@ def load_model_weights(
             raise InvalidArgument("model", arch.name, limit)
         return load_hosted(arch, files, backend, max_position, seed)
     _check_heads(arch, backend)  # before a GGUF file is converted
-    source = open_model_weights(arch, files, backend.dtype, seed, backend.quantization in STORED)
+    source = open_model_weights(arch, files, backend.dtype, seed, backend.quantization)
     model = build_model(as_stored(arch, source), source, backend, max_position)
     source.release()  # all of it is packed by now
     return model

@@ -10,6 +10,7 @@ from pagedec.formats.awq_gptq import MXFP4, int4_config
 from pagedec.formats.files import read_json_object
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import INT8_QUANTIZATIONS
+from pagedec.models.presets import PRESETS
 from pagedec.models.registry import MODEL_TYPES
 
 
@@ -33,9 +34,12 @@ def weight_form(model: ModelConfig) -> str | None:
 
 def _coded(files: ModelFiles, model_impl: str) -> str | None:
     """MXFP4, where a model of our own has it; transformers' modeling code has numbers."""
-    if files.config is None or files.config.suffix == ".gguf" or model_impl == "transformers":
+    if model_impl == "transformers" or (files.config is not None and files.config.suffix == ".gguf"):
         return None
-    config = read_json_object(files.config, "the model configuration")
+    if files.config is None:
+        config = PRESETS.get(files.preset or "", {})
+    else:
+        config = read_json_object(files.config, "the model configuration")
     said = config.get("quantization_config")
     is_coded = isinstance(said, Mapping) and said.get("quant_method") == MXFP4
     return MXFP4 if is_coded and config.get("model_type") in MODEL_TYPES else None

@@ -17,12 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.core_model_loading import revert_weight_conversion
 
 from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.dummy import DummySource
 from pagedec.formats.gguf.header import read_gguf_header
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.resolve import ModelFiles, resolve_model
+from pagedec.formats.source import WeightSource
 from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
-from pagedec.models.registry import architecture_of_gguf, from_gguf, from_hf_config, load_architecture
+from pagedec.models.registry import FAMILIES, architecture_of_gguf, from_gguf, from_hf_config, load_architecture
 from pagedec.models.rope_scaling import RopeScaling
 from tests.support import LLAMA_GGUF_FIELDS
 
@@ -259,7 +261,10 @@ def test_presets_mean_to_transformers_what_they_mean_here(preset: str) -> None:
     with torch.device("meta"):
         model = getattr(transformers, given["architectures"][0])(config)
     saved = revert_weight_conversion(model, model.state_dict())
-    shapes = {name: tuple(value.shape) for name, value in saved.items()}
+    source: WeightSource = DummySource({name: tuple(value.shape) for name, value in saved.items()}, torch.float32)
+    if (adapt := FAMILIES[arch.name].adapt) is not None:
+        source = adapt(source)
+    shapes = {name: source.shape(name) for name in source.names()}
     assert arch.weight_shapes().keys() | set(arch.optional_weights()) == shapes.keys()
     assert all(shapes[name] == shape for name, shape in arch.weight_shapes().items())
 
@@ -272,6 +277,7 @@ def test_known_sizes_of_presets() -> None:
     assert count("llama-3.1-8b") == 8_030_261_248
     assert count("qwen3-0.6b") == 596_049_920
     assert count("qwen3-30b-a3b") == 30_532_122_624
+    assert count("gpt-oss-20b") == 20_914_757_184
 
 
 def test_the_embedded_model_is_its_preset(smollm2: Path) -> None:

@@ -14,7 +14,7 @@ from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.stacked_experts import dequantized
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.kernels.library import Quantization, available_isas, load, loadable_isas
+from pagedec.kernels.library import BlockFormat, Quantization, available_isas, load, loadable_isas
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.native_weight import NativeExperts
 from pagedec.models.model import Model
@@ -68,6 +68,17 @@ def test_a_published_checkpoint_stays_as_it_is(checkpoint: Coded) -> None:
             assert runner.backend.quantization == has
             [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
             assert len(output.outputs[0].token_ids) == 4
+
+
+def test_dummy_experts_are_in_it_and_nothing_else(checkpoint: Coded, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint[0] / "config.json").read_bytes())
+    with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, num_blocks=16) as llm:
+        model = llm.engine.executor.worker.lanes["target"].model  # type: ignore[attr-defined]
+        for weight in packed_weights(model):
+            if isinstance(weight, NativeExperts):
+                assert weight.each.segments is not None and weight.each.segments[0].format == BlockFormat.MXFP4
+            else:
+                assert weight.quantization == Quantization.PLAIN
 
 
 def test_scales_that_blocks_do_not_hold_make_numbers(checkpoint: Coded, tmp_path: Path) -> None:
