@@ -78,6 +78,7 @@ PD_DEVICE T shuffle(T x, int lane) {
   return __shfl_sync(0xffffffffu, x, lane);
 }
 PD_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+PD_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 PD_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 PD_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 PD_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
@@ -146,6 +147,7 @@ inline uint32_t ballot(bool x) {
   emulate::release();
   return bits;
 }
+inline int count_bits(uint32_t x) { return __builtin_popcount(x); }
 inline uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);

@@ -2,6 +2,7 @@
 // block of eight warps has a panel of 32 outputs, of which warps have every eighth chunk of k.
 #include "cuda/gemm.h"
 
+#include "cuda/gemm_experts.h"
 #include "cuda/gemm_weight_only.h"
 
 namespace pagedec {
@@ -39,9 +40,13 @@ PD_DEVICE void multiply_chunk(const Operands &a, int chunk, Sums &sums) {
       }
 }
 
-// A panel for up to kRows rows from `row` on.
-template <bool kBytes>
-PD_DEVICE void run_panel(const pd_gemm_args &a, int row, int num_rows, int panel, const SharedArray<float> &partial) {
+// An item: a panel for up to kRows rows.
+template <bool kBytes, class Items>
+PD_DEVICE void run_item(const Items &items, int item, const SharedArray<float> &partial) {
+  const auto found = items.find(item);
+  const auto &a = found.a;
+  const int groups = Panels<kRows>::groups(found.num_rows), row = found.at % groups * kRows;
+  const int num_rows = lower(found.num_rows - row, kRows), panel = found.at / groups;
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const int64_t padded_k = pad(a.k);
   const char *w = (const char *)a.packed + (int64_t)panel * kPanel * padded_k * (kBytes ? 1 : (int)sizeof(float));
@@ -67,9 +72,10 @@ PD_DEVICE void run_panel(const pd_gemm_args &a, int row, int num_rows, int panel
         own[i] = own[i] + partial[(slot * kRows + warp + i * kWarps) * kSumStride + lane];
     sync_block();
   }
-  const float scale = kBytes ? weight_scales(a)[panel * kPanel + lane] : 1.0f;
+  const auto last = items.find(item);  // again: registers are scarcer than instructions
+  const float scale = kBytes ? weight_scales(last.a)[panel * kPanel + lane] : 1.0f;
   PD_ROLLED for (int r = warp; r < kRows; r += kWarps) {  // one body: activations are long
-    finish(a, row + r, panel, kBytes ? own[0] * scale : own[0], r < num_rows);
+    finish(last.a, row + r, panel, kBytes ? own[0] * scale : own[0], r < num_rows);
     PD_UNROLL for (int i = 1; i < kOwn; i++) own[i - 1] = own[i];
   }
 }
@@ -77,11 +83,16 @@ PD_DEVICE void run_panel(const pd_gemm_args &a, int row, int num_rows, int panel
 template <bool kBytes>
 PD_KERNEL(kThreads) gemm_fp32_kernel(pd_gemm_args a) {
   SHARED_ARRAY(float, partial, kWarps * kRows * kSumStride);
-  const int groups = (*a.num_rows + kRows - 1) / kRows, panels = (a.n + kPanel - 1) / kPanel;
-  for (int i = block_index(); i < groups * panels; i += num_grid_blocks()) {
-    const int row = i % groups * kRows;
-    run_panel<kBytes>(a, row, lower(*a.num_rows - row, kRows), i / groups, partial);
-  }
+  const OneLayer items{a, *a.num_rows, Panels<kRows>::of(*a.num_rows, a.n)};
+  for (int i = block_index(); i < items.number; i += num_grid_blocks()) run_item<kBytes>(items, i, partial);
+}
+
+template <bool kBytes>
+PD_KERNEL_BLOCKS(kThreads, 1) experts_fp32_kernel(pd_experts_args a) {
+  SHARED_ARRAY(float, partial, kWarps * kRows * kSumStride);
+  if (*a.gemm.num_rows < 1) return;
+  const Experts<Panels<kRows>> items(a, 1);
+  for (int i = block_index(); i < items.number; i += num_grid_blocks()) run_item<kBytes>(items, i, partial);
 }
 
 // W row by row, to rows and columns that there are more of.
@@ -111,6 +122,20 @@ int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   if (is_for_few(c)) return enqueue_few(c, a, INT32_MAX);
   // How many rows there are is known on the device only: of these two, one returns at once.
   return enqueue_few(c, a, kFewRows) ? -1 : enqueue_many(c, a);
+}
+
+int enqueue_experts(pd_context &c, const pd_experts_args &a) {
+  using namespace gemm;
+  if (a.gemm.quantization == PD_INT8) return enqueue_experts_int8(c, a);
+  if (a.gemm.quantization == PD_BLOCKS) return enqueue_experts_blocks(c, a);
+  if (a.gemm.dtype == PD_F32) {
+    const bool is_bytes = a.gemm.quantization == PD_INT8_WEIGHT_ONLY;
+    return launch(c, "pd_experts", is_bytes ? experts_fp32_kernel<true> : experts_fp32_kernel<false>,
+                  Grid(kThreads, 1), a);
+  }
+  // No expert has more rows than there are; and this kernel is right with any number, too.
+  if (is_for_few(c)) return enqueue_experts_few(c, a, INT32_MAX);
+  return enqueue_experts_few(c, a, kFewOfExpert) ? -1 : enqueue_experts_many(c, a);
 }
 
 }  // namespace pagedec

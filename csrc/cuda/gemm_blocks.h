@@ -15,13 +15,14 @@ namespace pagedec::gemm {
 // Eight values of a row, from `at` on: of 16 bits they come ahead of their use, as they lie in memory, of fp32 when
 // they are needed. Of rows that there are not, they are zeros.
 struct RowPlace {
+  const void *x;  // of the first row
   int64_t row, at;
   bool is_there, is_aligned;
 };
 PD_DEVICE Piece load_eight(const pd_gemm_args &a, const RowPlace &place) {
   Piece x{};
   if (!place.is_there || a.dtype == PD_F32) return x;
-  const uint16_t *p = (const uint16_t *)a.x + place.row * a.k + place.at;
+  const uint16_t *p = (const uint16_t *)place.x + place.row * a.k + place.at;
   if (place.is_aligned) {
     x = load_whole<Piece>(p);
   } else {
@@ -32,7 +33,7 @@ PD_DEVICE Piece load_eight(const pd_gemm_args &a, const RowPlace &place) {
 PD_DEVICE void read_eight(const pd_gemm_args &a, const RowPlace &place, const Piece &halves, float (&x)[8]) {
   const auto half = [&](int i) { return (uint16_t)(halves.words[i / 2] >> 16 * (i % 2)); };
   if (a.dtype == PD_F32) {
-    const float *p = (const float *)a.x + place.row * a.k + place.at;
+    const float *p = (const float *)place.x + place.row * a.k + place.at;
     PD_UNROLL for (int i = 0; i < 8; i++) x[i] = place.is_there ? p[i] : 0.0f;
   } else if (a.dtype == PD_BF16) {
     PD_UNROLL for (int i = 0; i < 8; i++) x[i] = to_float(bf16{half(i)});

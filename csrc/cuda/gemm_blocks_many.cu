@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kLongestGroup = 64;  // pieces of a panel
 
+PD_DEVICE int num_outputs(const Segments::One &segment) { return (int)(segment.end - segment.begin) * kPanel; }
+
 template <class S>
 struct Parts {  // of shared memory
   static constexpr int kPanels = S::kColumns / kPanel, kWPieces = kPanels * kLongestGroup;
@@ -25,7 +27,7 @@ struct Parts {  // of shared memory
 constexpr int64_t kSharedBytes = Parts<Wide>::kBytes;  // 44 KB
 static_assert(Parts<Narrow>::kBytes <= kSharedBytes);
 
-template <class S, BlockKind kKind>
+template <class S, BlockKind kKind, class Items>
 class BlockTiles {
   static constexpr int kRowTiles = S::kRowTiles, kColumnTiles = S::kColumnTiles, kWarpPanels = kColumnTiles / 4;
   static constexpr int kPieces = kKind == BlockKind::BYTES ? 64 : kKind == BlockKind::SIX ? 48 : 32;  // of a panel
@@ -34,20 +36,18 @@ class BlockTiles {
   using Sums = float[kRowTiles][kColumnTiles][4];
 
  public:
-  PD_DEVICE BlockTiles(const pd_gemm_args &a, const Segments::One &segment, int num_rows, const SharedMemory &memory)
-      : a_(a), segment_(segment), num_rows_(num_rows), num_groups_(a.k / X_GROUP), n_(num_outputs(segment)),
-        num_tiles_(num_tiles(segment, num_rows)), is_aligned_((uintptr_t)a.x % 16 == 0),
+  PD_DEVICE BlockTiles(const pd_gemm_args &a, const Segments::One &segment, const Items &items,
+                       const SharedMemory &memory)
+      : a_(a), segment_(segment), items_(items), num_groups_(a.k / X_GROUP), n_(num_outputs(segment)),
+        num_tiles_(items.number), is_aligned_((uintptr_t)a.x % 16 == 0),
         w_(memory.part<Piece>(0, kStages * P::kWPieces)), high_(memory.part<uint64_t>(0, kStages * P::kWPieces * 2)),
         x_(memory.part<uint64_t>(P::kX, kBuffers * S::kRows * 4)),
         scales_(memory.part<GroupScale>(P::kScales, kBuffers * S::kRows)),
         factors_(memory.part<float>(P::kFactors, 2 * kBuffers * S::kColumns)),
         lane_factors_(memory.part<Piece>(P::kFactors, 2 * kBuffers * S::kColumns / 4)),
-        sums_(memory.part<float>(P::kSums, kWarps * kWarpSums)) {}
+        sums_(memory.part<float>(P::kSums, kWarps * kWarpSums)), next_x_(a.x), next_base_(segment.base),
+        next_num_rows_(items.num_rows) {}
 
-  static PD_DEVICE int num_outputs(const Segments::One &segment) { return (int)(segment.end - segment.begin) * kPanel; }
-  static PD_DEVICE int num_tiles(const Segments::One &segment, int num_rows) {
-    return S::row_tiles(num_rows) * S::column_tiles(num_outputs(segment));
-  }
   // Tiles from `first` on.
   PD_DEVICE void run(int first) {
     if (first >= num_tiles_) return;
@@ -64,18 +64,21 @@ class BlockTiles {
   PD_DEVICE void multiply(Current current, Sums &sums) const;
 
  private:
-  // Of a tile's first group, and of 6 bits anew each time: their sums leave no registers to keep it in.
+  // Of a tile's first group, and of 6 bits anew each time, where it is simple: sums leave no registers to keep it in.
   PD_DEVICE void find_next() {
-    if (next_group_ && kKind != BlockKind::SIX) return;
-    const TilePlace place = S::place(next_tile_, num_rows_, n_);
+    if (next_group_ && (kKind != BlockKind::SIX || !Items::kIsKnown)) return;
+    const auto found = items_.find(next_tile_);
+    const TilePlace place = S::place(found.at, found.num_rows, n_);
+    next_x_ = found.a.x, next_num_rows_ = found.num_rows;
+    next_base_ = segment_.base + ((const char *)found.a.packed - (const char *)a_.packed);
     next_row_ = place.row, next_panel_ = place.column / kPanel;
   }
   PD_DEVICE int num_panels() const { return n_ / kPanel; }
-  PD_DEVICE const char *panel(int index) const { return segment_.base + index * segment_.panel_bytes; }
+  PD_DEVICE const char *panel(int index) const { return next_base_ + index * segment_.panel_bytes; }
   // Of eights that were brought last: rows of which a quarter of the threads has one each.
   PD_DEVICE RowPlace place(int task) const {
     const int row = place_.row + task * (kThreads / 4);
-    return {row, place_.at, row < num_rows_, is_aligned_};
+    return {next_x_, row, place_.at, row < next_num_rows_, is_aligned_};
   }
   PD_DEVICE void run_tile(int tile);
   PD_DEVICE void multiply_panel(Current current, int index, const uint32_t (&x)[kRowTiles][4],
@@ -84,7 +87,8 @@ class BlockTiles {
 
   const pd_gemm_args &a_;
   const Segments::One &segment_;
-  const int num_rows_, num_groups_, n_, num_tiles_;
+  const Items &items_;
+  const int num_groups_, n_, num_tiles_;
   const bool is_aligned_;
   const SharedArray<Piece> w_;                // [stages][panels][kLongestGroup], as are
   const SharedArray<uint64_t> high_;
@@ -94,6 +98,9 @@ class BlockTiles {
   const SharedArray<Piece> lane_factors_;
   const SharedArray<float> sums_;
   int next_tile_ = 0, next_group_ = 0;        // whose operands come next
+  const void *next_x_;                        // of its layer
+  const char *next_base_;
+  int next_num_rows_;
   int next_row_ = 0, next_panel_ = 0;         // of the segment
   Current current_;
   struct { int row, at; } place_ = {};        // of a thread's first eight
@@ -102,8 +109,8 @@ class BlockTiles {
 };
 
 // Begins the copies of W's next group, and loads that of x and the numbers of blocks.
-template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::bring(int stage) {
+template <class S, BlockKind kKind, class Items>
+PD_DEVICE void BlockTiles<S, kKind, Items>::bring(int stage) {
   if (next_tile_ < num_tiles_) {
     find_next();
     PD_UNROLL for (int i = 0; i < P::kPanels * kPieces; i += kThreads) {
@@ -125,8 +132,8 @@ PD_DEVICE void BlockTiles<S, kKind>::bring(int stage) {
 }
 
 // What was loaded last, as int8 and as factors.
-template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::keep(int buffer) {
+template <class S, BlockKind kKind, class Items>
+PD_DEVICE void BlockTiles<S, kKind, Items>::keep(int buffer) {
   PD_UNROLL for (int i = 0; i < kTasks; i++) {
     const int row = buffer * S::kRows + thread_index() / 4 + i * (kThreads / 4);
     uint64_t q;
@@ -140,8 +147,8 @@ PD_DEVICE void BlockTiles<S, kKind>::keep(int buffer) {
   factors_[at] = by.a, factors_[at + S::kColumns] = by.b;
 }
 
-template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::multiply(Current current, Sums &sums) const {
+template <class S, BlockKind kKind, class Items>
+PD_DEVICE void BlockTiles<S, kKind, Items>::multiply(Current current, Sums &sums) const {
   uint32_t x[kRowTiles][4];
   GroupScale scales[kRowTiles][2];
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
@@ -155,9 +162,11 @@ PD_DEVICE void BlockTiles<S, kKind>::multiply(Current current, Sums &sums) const
 }
 
 // Panel `index` of the warp's.
-template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(Current current, int index, const uint32_t (&x)[kRowTiles][4],
-                                                    const GroupScale (&scales)[kRowTiles][2], Sums &sums) const {
+template <class S, BlockKind kKind, class Items>
+PD_DEVICE void BlockTiles<S, kKind, Items>::multiply_panel(Current current, int index,
+                                                           const uint32_t (&x)[kRowTiles][4],
+                                                           const GroupScale (&scales)[kRowTiles][2],
+                                                           Sums &sums) const {
   const int of = S::first_column() / kPanel + index, first = current.stage * P::kWPieces + of * kLongestGroup;
   LaneWeights<kKind> w{};
   PD_UNROLL for (int i = 0; i < w.kPieces; i++) w.pieces[i] = w_[first + i * kWarp + lane()];
@@ -186,25 +195,26 @@ PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(Current current, int index, 
   }
 }
 
-template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::run_tile(int tile) {
+template <class S, BlockKind kKind, class Items>
+PD_DEVICE void BlockTiles<S, kKind, Items>::run_tile(int tile) {
   Sums sums;
   multiply_groups(*this, num_groups_, current_, sums);
-  TilePlace place = S::place(tile, num_rows_, n_);
+  const auto found = items_.find(tile);
+  TilePlace place = S::place(found.at, found.num_rows, n_);
   place.column += (int)segment_.begin * kPanel;
-  finish_tile<S>(a_, num_rows_, place, sums, sums_, (int)segment_.end);
+  finish_tile<S>(found.a, found.num_rows, place, sums, sums_, (int)segment_.end);
 }
 
 // A segment after the other of those of a kind, its tiles where those of the one before end.
 template <class S, BlockKind kKind>
 PD_DEVICE void run_tiles(const pd_gemm_args &a, const Segments &segments, int num_rows, const SharedMemory &memory) {
-  const int grid = num_grid_blocks();
   int before = 0;
   for (int i = 0; i < segments.count; i++) {
     const Segments::One &segment = segments.one[i];
     if (segment.shape.kind != kKind) continue;
-    BlockTiles<S, kKind>(a, segment, num_rows, memory).run((block_index() - before % grid + grid) % grid);
-    before += BlockTiles<S, kKind>::num_tiles(segment, num_rows);
+    const OneLayer items{a, num_rows, TilesOf<S>::of(num_rows, num_outputs(segment))};
+    BlockTiles<S, kKind, OneLayer>(a, segment, items, memory).run(first_item(before));
+    before += items.number;
   }
 }
 
@@ -215,18 +225,38 @@ PD_KERNEL(kThreads) gemm_blocks_many_kernel(pd_gemm_args a, Segments segments) {
   LAUNCHED_SHARED(memory);
   int own = 0;  // outputs
   for (int i = 0; i < segments.count; i++)
-    if (segments.one[i].shape.kind == kKind) own += (int)(segments.one[i].end - segments.one[i].begin) * kPanel;
-  if (worth_wide(num_rows, own, num_grid_blocks())) run_tiles<Wide, kKind>(a, segments, num_rows, memory);
+    if (segments.one[i].shape.kind == kKind) own += num_outputs(segments.one[i]);
+  const int wide = TilesOf<Wide>::of(num_rows, own), narrow = TilesOf<Narrow>::of(num_rows, own);
+  if (worth_wide(wide, narrow)) run_tiles<Wide, kKind>(a, segments, num_rows, memory);
   else run_tiles<Narrow, kKind>(a, segments, num_rows, memory);
 }
+
+template <BlockKind kKind>
+PD_KERNEL(kThreads) experts_blocks_many_kernel(pd_experts_args a, Segments segments) {
+  if (*a.gemm.num_rows <= kFewRows) return;  // no expert has more
+  LAUNCHED_SHARED(memory);
+  const ExpertTiles<Wide> wide(a, kFewRows + 1);
+  const ExpertTiles<Narrow> narrow(a, kFewRows + 1);
+  if (worth_wide(wide.number, narrow.number))
+    BlockTiles<Wide, kKind, ExpertTiles<Wide>>(a.gemm, segments.one[0], wide, memory).run(block_index());
+  else
+    BlockTiles<Narrow, kKind, ExpertTiles<Narrow>>(a.gemm, segments.one[0], narrow, memory).run(block_index());
+}
+
+constexpr int kBlocks = 1;  // what the registers have room for
 
 }  // namespace
 
 int enqueue_blocks_many(pd_context &c, const pd_gemm_args &a, const Segments &segments) {
-  constexpr int kBlocks = 1;  // what the registers have room for
   return for_kinds(segments, [&](auto of) {
     const Grid grid(kThreads, kBlocks, kSharedBytes);
     return launch(c, "pd_gemm", gemm_blocks_many_kernel<decltype(of)::kKind>, grid, a, segments);
+  });
+}
+int enqueue_experts_blocks_many(pd_context &c, const pd_experts_args &a, const Segments &segments) {
+  return for_kinds(segments, [&](auto of) {
+    const Grid grid(kThreads, kBlocks, kSharedBytes);
+    return launch(c, "pd_experts", experts_blocks_many_kernel<decltype(of)::kKind>, grid, a, segments);
   });
 }
 

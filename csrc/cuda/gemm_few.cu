@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/gemm.h"
+#include "cuda/gemm_experts.h"
 #include "cuda/gemm_weight_only.h"
 #include "plan/words.h"
 
@@ -32,31 +33,43 @@ struct Room {
   static_assert(kDepth >= 2);
 };
 
-// What a warp multiplies, step by step: of its chunks one after another, and of the block's panels.
-template <class E, int kTiles, bool kBytes, bool kAligned>
+template <int kRows>
+struct Place {  // of an item in its layer: the first row, and the panel
+  int row = 0, panel = 0;
+  template <class Found>
+  PD_DEVICE void set(const Found &found) {
+    const int groups = Panels<kRows>::groups(found.num_rows);
+    row = found.at % groups * kRows, panel = found.at / groups;
+  }
+};
+
+// What a warp multiplies, step by step: of its chunks one after another, and of the block's items, panels of Items.
+template <class E, int kTiles, bool kBytes, bool kAligned, class Items>
 class Stream {
   using R = Room<kTiles, kBytes>;
 
  public:
-  PD_DEVICE Stream(const pd_gemm_args &a, int num_rows, const SharedArray<Eight> &pieces)
-      : a_(a), num_rows_(num_rows), groups_((num_rows + R::kRows - 1) / R::kRows),
-        num_steps_((a.k + kStep - 1) / kStep), num_items_(groups_ * ((a.n + kPanel - 1) / kPanel)), pieces_(pieces),
-        first_stage_(warp() * R::kDepth * R::kStagePieces), item_(block_index()), chunk_(warp()) {
-    if (chunk_ * kChunkSteps >= num_steps_) item_ = num_items_;  // k has fewer chunks than there are warps
+  PD_DEVICE Stream(const pd_gemm_args &a, const Items &items, int first_item, const SharedArray<Eight> &pieces)
+      : items_(items), k_of_rows_(a.k), num_steps_((a.k + kStep - 1) / kStep), pieces_(pieces),
+        first_stage_(warp() * R::kDepth * R::kStagePieces), item_(first_item), chunk_(warp()), x_((const E *)a.x),
+        num_rows_(items.num_rows) {
+    if (chunk_ * kChunkSteps >= num_steps_) item_ = items.number;  // k has fewer chunks than there are warps
     begin_chunk();
   }
-  PD_DEVICE int num_items() const { return num_items_; }
   PD_DEVICE int num_chunks() const { return (num_steps_ + kChunkSteps - 1) / kChunkSteps; }
-  PD_DEVICE int row_of(int item) const { return item % groups_ * R::kRows; }
-  PD_DEVICE int panel_of(int item) const { return item / groups_; }
   PD_DEVICE int steps_of(int chunk) const { return lower(kChunkSteps, num_steps_ - chunk * kChunkSteps); }
 
   // Weights, which no kernel writes, come while the kernels before this one still run.
   PD_DEVICE void begin() {
-    Stream ahead = *this;
-    PD_UNROLL for (int i = 0; i < R::kDepth; i++) ahead.copy_weights(i), ahead.advance();
-    await_kernels();
-    PD_UNROLL for (int i = 0; i < R::kDepth; i++) copy_rows(i), end_copy_group(), advance();
+    if constexpr (Items::kIsKnown) {
+      Stream ahead = *this;
+      PD_UNROLL for (int i = 0; i < R::kDepth; i++) ahead.copy_weights(i), ahead.advance();
+      await_kernels();
+    }
+    PD_UNROLL for (int i = 0; i < R::kDepth; i++) {
+      if constexpr (!Items::kIsKnown) copy_weights(i);
+      copy_rows(i), end_copy_group(), advance();
+    }
   }
   // The step's operands are there, to be multiplied; the one that takes its place is on its way.
   PD_DEVICE void multiply(float (&sums)[2][kTiles][4]) {
@@ -97,43 +110,53 @@ class Stream {
     }
   }
   PD_DEVICE void begin_chunk() {
-    if (item_ >= num_items_) return;
+    if (item_ >= items_.number) return;
+    const auto found = items_.find(item_);
+    Place<R::kRows> place;
+    place.set(found);
     left_ = steps_of(chunk_);
-    constexpr int kStepBytes = R::kWPieces * 16;
-    w_ = (const char *)a_.packed + ((int64_t)panel_of(item_) * num_steps_ + chunk_ * kChunkSteps) * kStepBytes;
+    x_ = (const E *)found.a.x, num_rows_ = found.num_rows;
+    w_ = (const char *)found.a.packed + ((int64_t)place.panel * num_steps_ + chunk_ * kChunkSteps) * kStepBytes;
     k_ = chunk_ * kChunk + lane() / 8 * 8;
-    row_ = row_of(item_) + lane() % 8;
+    row_ = place.row + lane() % 8;
   }
   PD_DEVICE void advance() {
-    w_ += R::kWPieces * 16, k_ += kStep;
+    w_ += kStepBytes, k_ += kStep;
     if (--left_ > 0) return;
     chunk_ += kWarps;
-    if (chunk_ * kChunkSteps >= num_steps_) chunk_ = warp(), item_ += num_grid_blocks();
-    begin_chunk();
+    const bool is_through = chunk_ * kChunkSteps >= num_steps_;
+    if (is_through) chunk_ = warp(), item_ += num_grid_blocks();
+    if (Items::kIsKnown || is_through) return begin_chunk();
+    w_ += (kWarps - 1) * kChunkSteps * kStepBytes, k_ += (kWarps - 1) * kChunk;
+    left_ = steps_of(chunk_);
   }
   PD_DEVICE void copy_weights(int stage) const {
-    if (item_ >= num_items_) return;
+    if (item_ >= items_.number) return;
     PD_UNROLL for (int i = 0; i < R::kWPieces / kWarp; i++) {
       const int piece = i * kWarp + lane();
       begin_copy(pieces_.at(first_stage_ + stage * R::kStagePieces + piece), w_ + piece * 16, true);
     }
   }
   PD_DEVICE void copy_rows(int stage) const {
-    if (item_ >= num_items_) return;
+    if (item_ >= items_.number) return;
     const int to = first_stage_ + stage * R::kStagePieces + R::kWPieces + lane();
     PD_UNROLL for (int tile = 0; tile < kTiles; tile++) {
-      const int row = row_ + 8 * tile, left = row < num_rows_ ? a_.k - k_ : 0;
-      const E *from = (const E *)a_.x + (int64_t)row * a_.k + k_;
+      const int row = row_ + 8 * tile, left = row < num_rows_ ? k_of_rows_ - k_ : 0;
+      const E *from = x_ + (int64_t)row * k_of_rows_ + k_;
       if (kAligned) begin_copy<16, true>(pieces_.at(to + tile * kWarp), from, left > 0);
       else pieces_[to + tile * kWarp] = load_some(from, left, false);
     }
   }
 
-  const pd_gemm_args &a_;
-  const int num_rows_, groups_, num_steps_, num_items_;
+  static constexpr int kStepBytes = R::kWPieces * 16;
+
+  const Items &items_;
+  const int k_of_rows_, num_steps_;
   const SharedArray<Eight> pieces_;  // [warps][stages][W's, x's]
   const int first_stage_;
   int item_, chunk_, left_ = 0;  // whose operands come next: a panel for some rows, and how many of the chunk's steps
+  const E *x_;                   // of the item's layer
+  int num_rows_;
   const char *w_ = nullptr;
   int k_ = 0, row_ = 0;  // that this lane copies
   int stage_ = 0;        // that is multiplied next
@@ -154,21 +177,28 @@ PD_DEVICE int64_t cache_bytes(const plan::Header &h) {
 }
 
 // All panels, for kRows rows at a time.
-template <class E, int kTiles, bool kBytes, bool kAligned>
-PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int bytes_ahead, const SharedMemory &memory) {
+template <class E, int kTiles, bool kBytes, bool kAligned, class Items>
+PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_item, int bytes_ahead,
+                         const SharedMemory &memory) {
   using R = Room<kTiles, kBytes>;
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const auto partial = memory.part<float>(0, R::kSums);
-  Stream<E, kTiles, kBytes, kAligned> stream(
-      a, num_rows, memory.part<Eight>(4 * R::kSums, kWarps * R::kDepth * R::kStagePieces));
+  Stream<E, kTiles, kBytes, kAligned, Items> stream(
+      a, items, first_item, memory.part<Eight>(4 * R::kSums, kWarps * R::kDepth * R::kStagePieces));
   stream.begin();
   const int num_chunks = stream.num_chunks();
-  if (block_index() >= stream.num_items()) read_ahead(a, bytes_ahead);
-  for (int item = block_index(); item < stream.num_items(); item += num_grid_blocks()) {
-    const int row = stream.row_of(item) + warp, panel = stream.panel_of(item);
+  if (first_item >= items.number) read_ahead(a, bytes_ahead);
+  for (int item = first_item; item < items.number; item += num_grid_blocks()) {
     // Outputs of a thread: column `lane` of rows warp, warp + 8, ...
-    float own[kTiles] = {}, before[kTiles];
-    PD_UNROLL for (int i = 0; i < kTiles; i++) before[i] = before_sum(a, row + 8 * i, panel, row + 8 * i < num_rows);
+    float own[kTiles] = {}, before[kTiles] = {};
+    Place<R::kRows> place;
+    if constexpr (Items::kIsKnown) {  // experts' are added to nothing
+      place.set(items.find(item));
+      PD_UNROLL for (int i = 0; i < kTiles; i++) {
+        const int row = place.row + warp + 8 * i;
+        before[i] = before_sum(a, row, place.panel, row < items.num_rows);
+      }
+    }
     for (int first = 0; first < num_chunks; first += R::kSlots) {
       const int stop = lower(first + R::kSlots, num_chunks);
       for (int chunk = first + warp; chunk < stop; chunk += kWarps) {
@@ -187,14 +217,22 @@ PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int bytes_ahead, 
           own[i] = own[i] + partial[(slot * R::kRows + warp + 8 * i) * kPartialStride + lane];
       sync_block();
     }
-    if (item + num_grid_blocks() >= stream.num_items()) read_ahead(a, bytes_ahead);
-    const float scale = kBytes ? weight_scales(a)[panel * kPanel + lane] : 1.0f;
+    if (item + num_grid_blocks() >= items.number) read_ahead(a, bytes_ahead);
+    const auto found = items.find(item);
+    if constexpr (!Items::kIsKnown) place.set(found);  // now: until here it would take registers
+    const float scale = kBytes ? weight_scales(found.a)[place.panel * kPanel + lane] : 1.0f;
     PD_ROLLED for (int i = 0; i < kTiles; i++) {  // one body: activations are long
-      const int r = row + 8 * i;
-      finish(a, r, panel, kBytes ? own[0] * scale : own[0], r < num_rows, before[0]);
+      const int row = place.row + warp + 8 * i;
+      finish(found.a, row, place.panel, kBytes ? own[0] * scale : own[0], row < found.num_rows, before[0]);
       PD_UNROLL for (int j = 1; j < kTiles; j++) own[j - 1] = own[j], before[j - 1] = before[j];
     }
   }
+}
+
+template <class E, int kTiles, bool kBytes, bool kAligned>
+PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int bytes_ahead, const SharedMemory &memory) {
+  const OneLayer items{a, num_rows, Panels<8 * kTiles>::of(num_rows, a.n)};
+  run_items<E, kTiles, kBytes, kAligned>(a, items, block_index(), bytes_ahead, memory);
 }
 
 template <class E, bool kBytes>
@@ -211,15 +249,55 @@ PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) gemm_few_kernel(pd_gemm_args a, int most
   else run_panels<E, kLargestTiles, kBytes, true>(a, num_rows, bytes_ahead, memory);
 }
 
+// The panels of experts with so many rows, behind `before` others of this kernel; and how many these are.
+template <class E, int kTiles, bool kBytes, bool kAligned>
+PD_DEVICE int run_experts(const pd_experts_args &a, int least, int most, int before, const SharedMemory &memory) {
+  const Experts<Panels<8 * kTiles>> items(a, least, most);
+  run_items<E, kTiles, kBytes, kAligned>(a.gemm, items, first_item(before), 0, memory);
+  return items.number;
+}
+
+// Each expert by the tiles that its rows need: the fewer these are, the more weights are under way. More than two tiles
+// of rows would spill.
+template <class E, bool kBytes>
+PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) experts_few_kernel(pd_experts_args a, int most_rows, int bytes_ahead) {
+  let_next_begin();
+  LAUNCHED_SHARED(memory);
+  const int num_rows = *a.gemm.num_rows;  // no expert has more
+  await_kernels();
+  if (num_rows < 1) return;
+  if (!is_aligned(a.gemm.x, a.gemm.k)) {
+    run_experts<E, 2, kBytes, false>(a, 1, most_rows, 0, memory);
+  } else {
+    const int before = run_experts<E, 1, kBytes, true>(a, 1, 8, 0, memory);
+    if (num_rows > 8) run_experts<E, 2, kBytes, true>(a, 9, most_rows, before, memory);
+  }
+  read_ahead(a.gemm, bytes_ahead);
+}
+
+// Of the next layer's weight; in front of experts none are, since nobody knows yet which of them will have rows.
+int bytes_ahead(const pd_context &c, const pd_gemm_args &a) {
+  return a.next_packed ? (int)std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
+}
+
 }  // namespace
 
 int enqueue_few(pd_context &c, const pd_gemm_args &a, int most_rows) {
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_few_kernel<bf16, true> : gemm_few_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_few_kernel<fp16, true> : gemm_few_kernel<fp16, false>;
-  const int ahead = a.next_packed ? (int)std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
   return launch_early(c, "pd_gemm", a.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, kBlocks, kSharedBytes), a,
-                      most_rows, ahead, (const plan::Header *)plan_between(c));
+                      most_rows, bytes_ahead(c, a), (const plan::Header *)plan_between(c));
+}
+
+int enqueue_experts_few(pd_context &c, const pd_experts_args &a, int most_rows) {
+  const bool is_bytes = a.gemm.quantization == PD_INT8_WEIGHT_ONLY;
+  const auto of_bf16 = is_bytes ? experts_few_kernel<bf16, true> : experts_few_kernel<bf16, false>;
+  const auto of_fp16 = is_bytes ? experts_few_kernel<fp16, true> : experts_few_kernel<fp16, false>;
+  // Where k has so few chunks that half the warps have none, a second block has as much under way.
+  const int blocks = a.gemm.k <= kWarps / 2 * kChunk ? 2 * kBlocks : kBlocks;
+  return launch_early(c, "pd_experts", a.gemm.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, blocks, kSharedBytes),
+                      a, most_rows, bytes_ahead(c, a.gemm));
 }
 
 }  // namespace pagedec::gemm

@@ -6,12 +6,14 @@
 //          products are as many bytes as the weights they come from.
 #include "cuda/gemm_int8.h"
 
+#include "cuda/gemm_experts.h"
 #include "cuda/gemm_weight_only.h"
 
 namespace pagedec {
 namespace gemm {
 namespace {
 
+constexpr int kBlocks = 2;  // of a multiprocessor: what the registers have room for, but for experts' rows in fp32
 constexpr int kSlotFloats = 16 * kTileRows * kSumStride;  // 40 KB: 16 groups of 16 rows or 8 of 32
 
 template <class E>
@@ -100,6 +102,17 @@ PD_KERNEL(kThreads) gemm_int8_kernel(pd_gemm_args a) {
   }
 }
 
+template <class E>
+PD_KERNEL_BLOCKS(kThreads, sizeof(E) == 2 ? kBlocks : 1) experts_int8_kernel(pd_experts_args a) {
+  if (*a.gemm.num_rows < 1) return;
+  SHARED_ARRAY(float, products, kSlotFloats);
+  const Experts<Panels<kFewOfExpert>> items(a, 1, kFewOfExpert);
+  for (int item = block_index(); item < items.number; item += num_grid_blocks()) {
+    const OfExpert own = items.find(item);
+    run_panel<E, 1>(own.a, own.num_rows, own.at, products);
+  }
+}
+
 // A warp an output: its largest magnitude, then its bytes. kOnly: as a weight beside rows in their own dtype.
 template <class E, bool kOnly>
 PD_KERNEL(kThreads) pack_int8_kernel(const E *w, int64_t n, int64_t k, char *packed) {
@@ -137,10 +150,13 @@ int64_t packed_bytes(int64_t n, int64_t k, int64_t unit) {  // unit: that k is p
 }  // namespace
 
 int enqueue_int8(pd_context &c, const pd_gemm_args &a) {
-  constexpr int kBlocks = 2;  // what the registers have room for
   const auto kernel = of_dtype(a.dtype, [](auto e) { return gemm_int8_kernel<decltype(e)>; });
   // How many rows there are is known on the device only: of these two, one returns at once.
   return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks), a) ? -1 : enqueue_int8_many(c, a);
+}
+int enqueue_experts_int8(pd_context &c, const pd_experts_args &a) {
+  const auto kernel = of_dtype(a.gemm.dtype, [](auto e) { return experts_int8_kernel<decltype(e)>; });
+  return launch(c, "pd_experts", kernel, Grid(kThreads, kBlocks), a) ? -1 : enqueue_experts_int8_many(c, a);
 }
 
 }  // namespace gemm

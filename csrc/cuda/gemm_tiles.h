@@ -1,6 +1,6 @@
 // Tiles of rows x outputs that a block of eight warps has, 4 x 2 of them: which there are, and how sums leave them.
 #pragma once
-#include "cuda/gemm.h"
+#include "cuda/gemm_experts.h"
 
 namespace pagedec::gemm {
 
@@ -37,17 +37,20 @@ using Slim = Shape<1, 2>;
 
 // A wide tile has four times the products of a narrow one and takes about twice as long: it reads half as many bytes a
 // product from the second cache and from shared memory, which are what bounds both.
-template <class S>
-PD_DEVICE int num_rounds(int num_rows, int n, int blocks) {
-  return (S::row_tiles(num_rows) * S::column_tiles(n) + blocks - 1) / blocks;
-}
-PD_DEVICE bool worth_wide(int num_rows, int n, int blocks) {
-  return 2 * num_rounds<Wide>(num_rows, n, blocks) <= num_rounds<Narrow>(num_rows, n, blocks);
+PD_DEVICE int num_rounds(int tiles, int blocks) { return (tiles + blocks - 1) / blocks; }
+PD_DEVICE bool worth_wide(int wide, int narrow) {  // so many tiles
+  return 2 * num_rounds(wide, num_grid_blocks()) <= num_rounds(narrow, num_grid_blocks());
 }
 // A slim tile reads three quarters of what a narrow one does, so it is for where half the blocks would have none.
-PD_DEVICE bool worth_slim(int num_rows, int n, int blocks) {
-  return 3 * num_rounds<Slim>(num_rows, n, blocks) < 4 * num_rounds<Narrow>(num_rows, n, blocks);
+PD_DEVICE bool worth_slim(int slim, int narrow) {
+  return 3 * num_rounds(slim, num_grid_blocks()) < 4 * num_rounds(narrow, num_grid_blocks());
 }
+template <class S>
+struct TilesOf {
+  static PD_DEVICE int of(int rows, int n) { return S::row_tiles(rows) * S::column_tiles(n); }
+};
+template <class S>
+using ExpertTiles = Experts<TilesOf<S>>;
 
 // The sums of a warp's tile.
 template <int kRowTiles, int kColumnTiles>

@@ -74,6 +74,9 @@ int enqueue_add_parts(pd_context &, const pd_add_parts_args &);
 int enqueue_join_parts(pd_context &, const pd_join_parts_args &);
 int enqueue_all_gather(pd_context &, const pd_all_gather_args &);
 int enqueue_gather(pd_context &, const pd_gather_args &);
+int enqueue_route(pd_context &, const pd_route_args &);
+int enqueue_experts(pd_context &, const pd_experts_args &);
+int enqueue_combine(pd_context &, const pd_combine_args &);
 
 // Blocks of a grid that goes through all rows, however many the device finds: enough to fill it, whatever the step.
 constexpr int kBlocksAMultiprocessor = 8;

@@ -45,15 +45,16 @@ int one(pd_context &c, const pd_op &op, bool runs) {
     case PD_OP_JOIN_PARTS: return runs ? put(c, op, enqueue_join_parts) : checked(op, check_join_parts);
     case PD_OP_ALL_GATHER: return runs ? put(c, op, enqueue_all_gather) : checked(op, check_all_gather);
     case PD_OP_GATHER: return runs ? put(c, op, enqueue_gather) : checked(op, check_gather);
+    case PD_OP_ROUTE: return runs ? put(c, op, enqueue_route) : checked(op, check_route);
+    case PD_OP_EXPERTS: return runs ? put(c, op, enqueue_experts) : checked(op, check_experts);
+    case PD_OP_COMBINE: return runs ? put(c, op, enqueue_combine) : checked(op, check_combine);
   }
-  if (op.kind < 1 || op.kind > PD_OP_COMBINE)
-    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_COMBINE);
-  return fail("pd_run: op.kind is %d, for which there is no CUDA kernel", op.kind);
+  return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_COMBINE);
 }
 
 // The plan of the attention between a linear layer and the next one.
 const void *plan_behind(const pd_op *ops, int64_t i, int64_t num_ops) {
-  for (i++; i < num_ops && ops[i].kind != PD_OP_GEMM; i++)
+  for (i++; i < num_ops && ops[i].kind != PD_OP_GEMM && ops[i].kind != PD_OP_EXPERTS; i++)
     if (ops[i].kind == PD_OP_ATTENTION)
       return ((const pd_device_plan *)((const pd_attention_args *)ops[i].args)->plan)->resident.get();
   return nullptr;

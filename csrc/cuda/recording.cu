@@ -81,14 +81,19 @@ bool has_exchanges(const pd_program &p) {
   return false;
 }
 
+// A kernel's record of a linear layer, of experts what they all are; NULL: it has none.
+const pd_gemm_args *layer_of(const pd_op &op) {
+  if (op.kind == PD_OP_EXPERTS) return &((const pd_experts_args *)op.args)->gemm;
+  return op.kind == PD_OP_GEMM ? (const pd_gemm_args *)op.args : nullptr;
+}
+
 // None, where ranks exchange values: all of them have the same list recorded.
 std::vector<const void *> counters_of(const pd_program &p) {
   std::vector<const void *> found;
   for (int64_t i = 0; i < p.num_ops; i++) {
-    if (p.ops[i].kind != PD_OP_GEMM) continue;
-    const pd_gemm_args &a = *(const pd_gemm_args *)p.ops[i].args;
-    if (a.dtype == PD_F32 || a.quantization == PD_INT8 || a.quantization == PD_BLOCKS) continue;
-    if (std::find(found.begin(), found.end(), a.num_rows) == found.end()) found.push_back(a.num_rows);
+    const pd_gemm_args *a = layer_of(p.ops[i]);
+    if (!a || a->dtype == PD_F32 || a->quantization == PD_INT8 || a->quantization == PD_BLOCKS) continue;
+    if (std::find(found.begin(), found.end(), a->num_rows) == found.end()) found.push_back(a->num_rows);
   }
   return has_exchanges(p) ? std::vector<const void *>() : found;
 }
