@@ -115,6 +115,24 @@ def test_scales_that_are_no_numbers_are_named(write_gguf: WriteGguf, name: str, 
             source.blocks(weight)
 
 
+def test_mxfp4_is_what_the_gguf_package_reads_or_stays_blocks(write_gguf: WriteGguf) -> None:
+    """Of every scale: with one that fp16 has not, a matrix is numbers."""
+    encoding, weight = GGMLQuantizationType.MXFP4, "model.layers.0.mlp.{}_proj.weight"
+    raw = np.random.default_rng(3).integers(0, 256, (16, 16, 17), np.uint8)
+    raw[:, :, 0] = np.arange(256).reshape(16, 16)
+    held = np.ascontiguousarray(raw[7:8, 1:15])  # 113 to 126
+    tensors = {"blk.0.ffn_up.weight": (raw.reshape(16, -1), encoding)}
+    source = GgufSource(write_gguf(tensors | {"blk.0.ffn_down.weight": (held.reshape(1, -1), encoding)}))
+    with np.errstate(over="ignore"):
+        expected = torch.from_numpy(quants.dequantize(raw.reshape(16, -1), encoding))
+    assert torch.equal(source.load(weight.format("up")).view(torch.int32), expected.view(torch.int32))
+    assert source.blocks(weight.format("up")) is None
+    kept = source.blocks(weight.format("down"))
+    assert kept is not None and kept.format == "mxfp4"
+    assert torch.equal(kept.dequantize(), expected[7:8, 32:480])
+    assert torch.equal(source.load(weight.format("down")), expected[7:8, 32:480])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_plain_tensors_keep_their_dtype(write_gguf: WriteGguf, dtype: torch.dtype) -> None:
     values = torch.randn(4, 32, generator=torch.Generator().manual_seed(3)).to(dtype)

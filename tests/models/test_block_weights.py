@@ -62,7 +62,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 # ----------------------------------------------------------------------------------------------------------------- GGUF
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("reference", [False, True], ids=["native", "reference"])
-@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1", "MXFP4"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_blocks_of_a_file(
     name: str, encoding: str, reference: bool, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

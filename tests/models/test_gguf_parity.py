@@ -136,7 +136,7 @@ def test_one_matrix_for_q_k_and_v(checkpoints: Checkpoints, tmp_path: Path) -> N
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3-window"])
 def test_every_encoding(family: str, name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Each matrix as the gguf package takes it apart again, with the converter's changes undone."""

@@ -14,10 +14,10 @@ from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, SHARED_GATE, is_behind, layout_of
 from pagedec.formats.mapping import MappedFile
 from pagedec.formats.quantize import from_q4_1
-from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.blocks import Blocks, mxfp4_blocks
 
-BLOCKS = {"Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k"}
-"""The encodings that kernels take as they are, Q4_1 all but."""
+BLOCKS = {"Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k", "MXFP4": "mxfp4"}
+"""The encodings that kernels take as they are, Q4_1 and MXFP4 all but."""
 MAX_EXPERTS = 1024  # PD_MAX_EXPERTS: a damaged file may say any number, and each has a name
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
@@ -190,13 +190,17 @@ class GgufSource:
 
     def blocks(self, name: str) -> Blocks | None:
         """Return a matrix as the file has it, its rows in Hugging Face's order; None where it is no such matrix, or
-        lies the other way round. Raises ModelFileError where a scale is no finite number."""
+        lies the other way round, or is MXFP4 with a scale that fp16 does not hold. Raises ModelFileError where a scale
+        of others is no finite number."""
         stored = self._stored[name]
         encoding = stored.tensor.encoding.name
         if encoding not in BLOCKS or len(stored.shape) != 2 or stored.offset or stored.transposed:
             return None
         num_rows, k = stored.shape
         raw = stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1))
+        if encoding == "MXFP4":
+            whole = raw.view(num_rows, -1, 17)
+            return mxfp4_blocks(whole[:, :, 1:], whole[:, :, 0], in_pairs=False)
         blocks = from_q4_1(raw, k) if encoding == "Q4_1" else Blocks(BLOCKS[encoding], raw, k)
         if not blocks.is_finite:
             raise ModelFileError(self._path, f"tensor {stored.tensor.name} has a scale that is infinite or NaN")
