@@ -123,7 +123,7 @@ def lines(device: Device, others: list[Device], copy: float, kinds: list[str]) -
 
 def main() -> None:
     parser = parser_of(__doc__, has_dtype=True, has_builds=True)
-    choices = [*INT8_KINDS, *LAYOUTS]
+    choices = [*INT8_KINDS, *(name for name, layout in LAYOUTS.items() if layout.on_devices)]
     parser.add_argument("--beside", nargs="+", choices=choices, default=[], help="kinds of small weights to time, too")
     arguments = parser.parse_args()
     device, others = Device(arguments), others_of(arguments)

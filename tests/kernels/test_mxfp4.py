@@ -14,7 +14,8 @@ from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import EMULATED_DEVICE, Context, KernelError, Library, load
 from pagedec.kernels.reference_blocks import BlockLinear
 from tests.kernels.block_cases import Packed, linear, random_blocks
-from tests.kernels.calls import count, normal, without_vnni
+from tests.kernels.calls import count, ints, normal, threads, without_vnni
+from tests.kernels.test_embed_blocks import embed_blocks
 
 
 def random_codes(n: int, groups: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +89,20 @@ def test_bytes_of_the_same_values_give_the_same_bits(context: Context) -> None:
     for other in (context, without_vnni(context)):
         for blocks in (own, wide):
             assert torch.equal(linear(other, x, Packed(context, [blocks])), expected)
+
+
+def test_a_segment_among_others(context: Context) -> None:
+    """Before, between and behind other formats, in a layer and in a table, whoever has which panels."""
+    formats = [("mxfp4", 96), ("q6_k", 32), ("mxfp4", 32), ("q8_0", 64)]
+    parts = [random_blocks(name, n, 256, seed=n) for name, n in formats]
+    for order in (parts, parts[::-1]):
+        weight, x = Packed(context, order), normal(40, 256, seed=3, dtype=torch.bfloat16)
+        expected = BlockLinear(order)(x)
+        for num_threads in (1, 3, 5):
+            for rows in (1, 13, 40):
+                assert torch.equal(linear(threads(context, num_threads), x[:rows], weight), expected[:rows])
+        values = torch.cat([part.dequantize() for part in order])
+        assert torch.equal(embed_blocks(context, ints(range(224)), weight, torch.float32, 1.0), values)
 
 
 def test_devices_have_twice_the_bytes_and_the_same_bits(emulated: Library) -> None:
