@@ -52,7 +52,7 @@ class RenamedSource:
     """A source whose tensors are asked for under other names.
 
     `renames` are applied to each stored name in order: a regular expression and what the beginning that it matches
-    becomes, or None: tensors whose whole name matches are not part of the model.
+    becomes, in which its groups may stand, or None: tensors whose whole name matches are not part of the model.
     """
 
     def __init__(self, source: WeightSource, renames: Sequence[tuple[str, str | None]]) -> None:
@@ -102,7 +102,7 @@ def _renamed(name: str, renames: Sequence[tuple[str, str | None]]) -> str | None
             if re.fullmatch(pattern, name):
                 return None
         elif match := re.match(pattern, name):
-            name = replacement + name[match.end() :]
+            name = match.expand(replacement) + name[match.end() :]
     return name
 
 

@@ -15,11 +15,13 @@ import torch
 from pagedec.errors import ModelFileError
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.blocks import Blocks, mxfp4_blocks
+from pagedec.kernels.experts import MAX_EXPERTS
 
 CODES, SCALES = "_blocks", "_scales"
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What a code stands for."""
 NO_SCALE = 255
+DIMENSIONS = {CODES: 4, "_bias": 2, "": 3}
 _STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
 
 
@@ -50,8 +52,11 @@ class StackedExperts:
     def _split(self, stack: str, match: re.Match[str], stored: set[str]) -> None:
         if match[3] == CODES and stack.removesuffix(CODES) + SCALES not in stored:
             raise ModelFileError(self.path, f"lacks tensor {stack.removesuffix(CODES)}{SCALES} of {stack}")
-        kind = "bias" if match[3] == "_bias" else "weight"
-        for expert in range(self._source.shape(stack)[0]):
+        kind, shape = "bias" if match[3] == "_bias" else "weight", self._source.shape(stack)
+        if len(shape) != DIMENSIONS[match[3]] or not 1 <= shape[0] <= MAX_EXPERTS:
+            problem = f"tensor {stack} is {list(shape)}, must be {DIMENSIONS[match[3]] - 1} dimensions"
+            raise ModelFileError(self.path, f"{problem} of each of 1 to {MAX_EXPERTS} experts")
+        for expert in range(shape[0]):
             for part in ("gate", "up") if match[2] == "gate_up_proj" else ("down",):
                 own = f"{match[1]}.{expert}.{part}_proj.{kind}"
                 if own in self._stored:

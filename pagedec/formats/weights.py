@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from pagedec.formats.awq_gptq import Int4Source, int4_config
+from pagedec.formats.awq_gptq import MXFP4, Int4Source, int4_config
 from pagedec.formats.dummy import DummySource
 from pagedec.formats.gguf.converted import open_converted
 from pagedec.formats.gguf.reader import GgufSource
@@ -47,11 +47,11 @@ def open_weights(
         source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
     else:
         source = open_directory(files.weights)
-        if adapt is not None:
-            source = adapt(source)
-        elif (quantised := int4_config(files)) is not None:
+        if (quantised := int4_config(files, [] if adapt is None else [MXFP4])) is not None:
             source = packed = Int4Source(source, quantised)
             optional = [*optional, *packed.zero_biases()]
+        if adapt is not None:
+            source = adapt(source)
         if renamed:
             source = RenamedSource(source, renamed)
     check_weights(source, shapes, optional)

@@ -11,6 +11,7 @@ import torch
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.records import ExpertScore
 
+MAX_EXPERTS = 1024  # PD_MAX_EXPERTS
 Matrices: TypeAlias = Iterable[torch.Tensor | Blocks]
 """Weights of experts, in their order; each may be made when it is asked for."""
 

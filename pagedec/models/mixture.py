@@ -8,9 +8,8 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.values import MAX_INT32, is_int, layer_count, positive_int, positive_number
-from pagedec.kernels.experts import ExpertChoice
+from pagedec.kernels.experts import MAX_EXPERTS, ExpertChoice
 
-MAX_EXPERTS = 1024  # PD_MAX_EXPERTS
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -15,10 +15,10 @@ from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, SHARED_GATE, is_behind
 from pagedec.formats.mapping import MappedFile
 from pagedec.formats.quantize import from_q4_1
 from pagedec.kernels.blocks import Blocks, mxfp4_blocks
+from pagedec.kernels.experts import MAX_EXPERTS
 
 BLOCKS = {"Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k", "MXFP4": "mxfp4"}
 """The encodings that kernels take as they are, Q4_1 and MXFP4 all but."""
-MAX_EXPERTS = 1024  # PD_MAX_EXPERTS: a damaged file may say any number, and each has a name
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 

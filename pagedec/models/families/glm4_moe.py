@@ -8,6 +8,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.joined_experts import JoinedExperts
 from pagedec.formats.values import MAX_INT32, is_int, layer_count, positive_int
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
@@ -72,4 +73,5 @@ def read_gguf(fields: GgufFields) -> Architecture:
     return Architecture("glm4_moe", **values, qk_norm=has_norms, mixture=mixture)
 
 
-FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), ("glm4_moe",), read, Transformer, ("glm4moe",), read_gguf)
+NAMED = (("Glm4MoeForCausalLM",), ("glm4_moe",))
+FAMILY = Family("glm4_moe", *NAMED, read, Transformer, ("glm4moe",), read_gguf, JoinedExperts)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.joined_experts import JoinedExperts
 from pagedec.formats.values import is_int
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
@@ -63,4 +64,5 @@ def read_gguf(fields: GgufFields) -> Architecture:
     return Architecture("qwen2_moe", **values, mixture=mixture)
 
 
-FAMILY = Family("qwen2_moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",), read, Transformer, ("qwen2moe",), read_gguf)
+NAMED = (("Qwen2MoeForCausalLM",), ("qwen2_moe",))
+FAMILY = Family("qwen2_moe", *NAMED, read, Transformer, ("qwen2moe",), read_gguf, JoinedExperts)

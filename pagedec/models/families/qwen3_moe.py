@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.joined_experts import JoinedExperts
 from pagedec.kernels.experts import ExpertChoice
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
@@ -44,4 +45,5 @@ def read_gguf(fields: GgufFields) -> Architecture:
     return Architecture("qwen3_moe", **gguf_base_fields(fields, has_experts=True), qk_norm=True, mixture=mixture)
 
 
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), read, Transformer, ("qwen3moe",), read_gguf)
+NAMED = (("Qwen3MoeForCausalLM",), ("qwen3_moe",))
+FAMILY = Family("qwen3_moe", *NAMED, read, Transformer, ("qwen3moe",), read_gguf, JoinedExperts)
