@@ -33,6 +33,7 @@ QUANTIZATIONS = (
     *("int8", "int8_weight_only", "int4", "int4_128", "int4_zero", "int4_zero_128"),
     *("gguf", "awq", "gptq", "mxfp4", "off"),
 )
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("auto", "inline", "process", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
@@ -64,7 +65,8 @@ class ModelConfig:
     )
     skip_tokenizer_init: bool = option(False, Flag("take and return token ids only; no tokenizer is needed"))
     load_format: str = option(
-        "auto", Text("the weights' format; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
+        "auto",
+        Text("the weights' format; dummy: random, of a config.json or a preset as qwen3-0.6b", choices=LOAD_FORMATS),
     )
     dtype: str = option(
         "auto",
