@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "glm": "chatglm", "glm4": "glm4", "gpt2": "gpt2",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """general.architecture by model_type."""
 Tensors = dict[str, np.ndarray]
@@ -65,6 +66,20 @@ def stack_experts(tensors: Tensors) -> Tensors:
     }
 
 
+def split_experts(tensors: Tensors) -> Tensors:
+    """gpt-oss' stacks as their converter writes them: gate and up apart, outputs first; and sinks as weights."""
+    split: Tensors = {}
+    for name, values in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_bias|)", name)
+        if match is None:
+            split[f"{name}.weight" if name.endswith(".sinks") else name] = values
+            continue
+        kind, own = ("bias", values) if match[3] else ("weight", values.swapaxes(1, 2))
+        parts = {"gate": own[:, ::2], "up": own[:, 1::2]} if match[2] == "gate_up" else {"down": own}
+        split |= {f"{match[1]}.{part}_proj.{kind}": rows for part, rows in parts.items()}
+    return split
+
+
 def apart(tensors: Tensors) -> Tensors:
     """As files of 2023 have the experts: one tensor for each."""
     names = {name for name in tensors if "_exps." in name}
@@ -87,6 +102,8 @@ def add_experts(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     count = next(config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config)
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in config:
@@ -198,7 +215,7 @@ def write_model(
     writer, extra = GGUFWriter(path, architecture), {}
     add_fields(writer, config, extra)
     tensors: Tensors = {}
-    for name, values in stack_experts(read_tensors(directory)).items():
+    for name, values in stack_experts(split_experts(read_tensors(directory))).items():
         stem, _, kind = name.rpartition(".")
         full = stem if "." in stem or config["model_type"] != "gpt2" else f"transformer.{stem}"
         given = table.get_name(full) or table.get_name(f"transformer.{stem}")

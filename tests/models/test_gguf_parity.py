@@ -69,6 +69,8 @@ VARIANTS = (
             routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True, num_hidden_layers=3),
     variant("glm4-moe-all-sparse", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
             n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False),
+    variant("gpt-oss", "gpt_oss", num_local_experts=6, num_experts_per_tok=3, sliding_window=11, num_attention_heads=4,
+            num_key_value_heads=2, rope_parameters=YARN | {"truncate": False}, length=150, num_hidden_layers=3),
     variant("gpt2-large-context", "gpt2", n_inner=256, n_positions=1024),
 )  # fmt: skip
 BY_NAME = {chosen.name: chosen for chosen in VARIANTS}

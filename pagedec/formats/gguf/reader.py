@@ -118,7 +118,9 @@ class GgufSource:
         return count - behind if isinstance(count, int) and isinstance(behind, int) and behind > 0 else None
 
     def _experts(self, tensor: GgufTensor) -> dict[str, _Stored]:
-        """Return each expert's rows of a tensor that has them one behind the other, or is of one."""
+        """Return each expert's rows of a tensor that has them one behind the other, or is of one; or its bias."""
+        if tensor.name.endswith(".bias"):
+            return self._biases(tensor)
         count, num_rows, k = {2: (1, *tensor.shape), 3: tensor.shape}.get(len(tensor.shape), (0, 0, 0))
         names = self._layout.of_experts(tensor.name, count) if count <= MAX_EXPERTS else ()
         if not names or len(names) != count:
@@ -126,6 +128,15 @@ class GgufSource:
             raise ModelFileError(self._path, problem)
         rows = replace(tensor, shape=(count * num_rows, k))
         return {name: _Stored(rows, e * num_rows, (e + 1) * num_rows) for e, name in enumerate(names)}
+
+    def _biases(self, tensor: GgufTensor) -> dict[str, _Stored]:
+        count, width = {1: (1, *tensor.shape), 2: tensor.shape}.get(len(tensor.shape), (0, 0))
+        names = self._layout.of_experts(tensor.name, count) if count <= MAX_EXPERTS else ()
+        if not names or len(names) != count:
+            problem = f"tensor {tensor.name} is {list(tensor.shape)}, must be biases of 1 to {MAX_EXPERTS} experts"
+            raise ModelFileError(self._path, problem)
+        values = replace(tensor, shape=(count * width,))
+        return {name: _Stored(values, e * width, (e + 1) * width) for e, name in enumerate(names)}
 
     def _head_count(self, kind: str) -> object:
         """Return the number of heads of "q", "k" or "v" as the file has it."""

@@ -41,7 +41,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QWEN_EXPERTS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 _MIXTRAL_EXPERTS = tuple(f"block_sparse_moe.experts.{{}}.{part}" for part in ("w1", "w3", "w2"))
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_OF_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)(?:_exps|\.(\d+))\.weight")
+_OF_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)(?:_exps|\.(\d+))\.(weight|bias)")
 _PARTS = ("gate", "up", "down")
 _NUMBERED = re.compile(r"blk\.(\d{1,9})\.")
 
@@ -71,16 +71,16 @@ class Layout:
     experts: tuple[str, ...] = ()
 
     def is_of_experts(self, name: str) -> bool:
-        """Return whether a tensor has matrices of experts."""
+        """Return whether a tensor has matrices of experts, or their biases."""
         return bool(self.experts) and _OF_EXPERTS.fullmatch(name) is not None
 
     def of_experts(self, name: str, count: int) -> tuple[str, ...]:
-        """Return the Hugging Face names of the experts' matrices that such a tensor has, `count` where it is of all."""
+        """Return the Hugging Face names of what such a tensor has of experts, `count` where it is of all."""
         match = _OF_EXPERTS.fullmatch(name)
         assert match is not None
         part = self.experts[_PARTS.index(match[2])]
         experts = range(count) if match[3] is None else (match[3],)
-        return tuple(f"{self.block}{match[1]}.{part.format(expert)}.weight" for expert in experts)
+        return tuple(f"{self.block}{match[1]}.{part.format(expert)}.{match[4]}" for expert in experts)
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the Hugging Face names of a tensor, three for one that is split.
@@ -122,6 +122,12 @@ LAYOUTS: Mapping[str, Layout] = {
         | _shared_expert("shared_experts")
         | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
         | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        experts=_QWEN_EXPERTS,
+    ),
+    "gpt-oss": Layout(
+        IN_BLOCK
+        | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+        | {"attn_sinks.weight": "self_attn.sinks"},
         experts=_QWEN_EXPERTS,
     ),
     "gpt2": Layout(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.stacked_experts import StackedExperts
 from pagedec.formats.values import layer_count
 from pagedec.kernels.experts import ExpertChoice
@@ -14,6 +16,7 @@ from pagedec.kernels.reference_linear import SWIGLU_ALPHA, SWIGLU_LIMIT
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, full_layers, merged
 from pagedec.models.family import Family
+from pagedec.models.gguf_fields import gguf_base_fields, gguf_choice, gguf_expert_width
 from pagedec.models.mixture import Mixture, MixtureNames
 from pagedec.models.transformer import Transformer
 
@@ -55,4 +58,16 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-FAMILY = Family("gpt_oss", ("GptOssForCausalLM",), ("gpt_oss",), read, Transformer, adapt=StackedExperts)
+def read_gguf(fields: GgufFields) -> Architecture:
+    own = gguf_base_fields(fields, has_experts=True)
+    if own["rope_scaling"] is not None:  # as the model was trained: llama.cpp rounds where the blend begins and ends
+        own["rope_scaling"] = replace(own["rope_scaling"], truncate=False)
+    choice = gguf_choice(fields, ExpertScore.SOFTMAX_CHOSEN, True)
+    mixture = Mixture(choice, gguf_expert_width(fields), names=NAMES, biased=True, clamped=True)
+    full = tuple(range(1, own["num_layers"], 2))
+    return Architecture("gpt_oss", **own, sinks=True, full_attention_layers=full, mixture=mixture)
+
+
+FAMILY = Family(
+    "gpt_oss", ("GptOssForCausalLM",), ("gpt_oss",), read, Transformer, ("gpt-oss",), read_gguf, StackedExperts
+)
