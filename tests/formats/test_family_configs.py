@@ -34,7 +34,7 @@ from pagedec.models.registry import (
 )
 from tests.formats.hostile import damage_value
 from tests.models.checkpoints import FAMILIES as TRANSFORMERS_NAMES
-from tests.models.checkpoints import GEMMA3_ROPE, LONGROPE, transformers_model
+from tests.models.checkpoints import GEMMA3_ROPE, LONGROPE, MIXTURES, transformers_model
 from tests.support import all_logits
 
 SMALL = {
@@ -42,15 +42,15 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
 }  # fmt: skip
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4}
 NAMES = {family.name: family.architectures[0] for family in FAMILIES.values()}
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    shape = GPT2 if name == "gpt2" else SMALL | (EXPERTS if "moe" in name or name in ("mixtral", "gpt_oss") else {})
+    shape = GPT2 if name == "gpt2" else SMALL | (EXPERTS if name in MIXTURES else {})
     return {"architectures": [NAMES[name]], **shape, **changes}
 
 
@@ -95,6 +95,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     """A config that leaves all it can to defaults means the same here and there."""
     given = {key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")}
     given |= {"hidden_size": 512, "num_attention_heads": 32, "num_hidden_layers": 30}
+    given |= EXPERTS if name == "dots1" else {}  # of which it leaves none to defaults
     theirs = AutoConfig.for_model(FAMILIES[name].model_types[0], **given)
     theirs = theirs.get_text_config()
     arch = from_hf_config({"architectures": [NAMES[name]], **given})
@@ -210,6 +211,7 @@ NEEDED: list[tuple[str, tuple[str, ...]]] = [
     ("glm", ("attention_bias", "rms_norm_eps")),
     ("gpt2", ("vocab_size", "n_embd", "n_head", "n_positions", "layer_norm_epsilon", "tie_word_embeddings")),
     ("qwen2", ("max_window_layers",)),
+    ("dots1", ("n_shared_experts", "num_experts_per_tok", "max_window_layers")),
 ]
 
 

@@ -127,6 +127,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"n_shared_experts": 2**30}, "shared_expert_intermediate_size is 15.*: must be an integer from 0 to"),
     ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: must be an integer of at least 0"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0: must be a finite number greater than 0"),
+    ("dots1", {"n_group": 8}, "n_group is 8: must be 1: choices by groups of experts are not supported"),
     ("glm4_moe", {"use_qk_norm": "yes"}, "qk_norm is 'yes': must be true or false"),
 ]  # fmt: skip
 

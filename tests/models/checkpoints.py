@@ -15,9 +15,10 @@ import transformers
 FAMILIES: Mapping[str, str] = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3",
     "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "gpt_oss": "GptOss",
+    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "dots1": "Dots1", "gpt_oss": "GptOss",
 }  # fmt: skip
 """How transformers' classes of a family begin."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "gpt_oss")
 VOCAB = 131
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -78,7 +79,7 @@ def transformers_model(family: str, changes: Mapping[str, Any]) -> transformers.
     model_class = getattr(transformers, f"{begin}{'LMHeadModel' if family == 'gpt2' else 'ForCausalLM'}")
     model = model_class(config).float().eval()
     model.set_attn_implementation("eager")
-    if "moe" in family or family in ("mixtral", "gpt_oss"):
+    if family in MIXTURES:
         model.set_experts_implementation("eager")  # others take no odd widths
     return model
 
@@ -156,6 +157,11 @@ VARIANTS = (
             attention_bias=False, intermediate_size=37, rope_parameters=None, max_shard_size="60KB"),
     variant("glm4-moe-all-sparse", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
             n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False),
+    variant("dots1", "dots1", n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3, moe_intermediate_size=40,
+            routed_scaling_factor=2.5, norm_topk_prob=True, first_k_dense_replace=1, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=None),
+    variant("dots1-window-biases", "dots1", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+            moe_intermediate_size=37, sliding_window=11, max_window_layers=1, attention_bias=True),
 )  # fmt: skip
 
 

@@ -80,7 +80,6 @@ SHRUNK: Mapping[str, int] = {
 
 UNSAID: Mapping[str, Mapping[str, Any]] = {
     "codegen": {"rotary_dim": 8},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},

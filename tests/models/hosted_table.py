@@ -26,9 +26,7 @@ BEGIN, END = "<!-- hosted table: begin -->", "<!-- hosted table: end -->"
 NATIVE, HOSTED = "native", "hosted"
 NUM_LAYERS = 8  # the patterns of layers repeat after 6 at most
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
-    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
     "gemma3n_text": {"num_hidden_layers": 35},
-    "glm4_moe": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},

@@ -27,50 +27,52 @@ DEFAULTS = {
 NAMES = MixtureNames(bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts")
 
 
-def read(config: Mapping[str, Any]) -> Architecture:
-    values = merged(config, DEFAULTS)
+def mixture(values: Mapping[str, Any], num_layers: int) -> Mixture:
+    """Return the mixture that a configuration with the names of GLM-4.5's describes."""
     for field in ("n_group", "topk_group"):
         if values.get(field, 1) != 1:
             raise InvalidArgument(field, values[field], "must be 1: choices by groups of experts are not supported")
-    fields, bias = base_fields(values, rotates_parts=True), values.get("attention_bias", False)
-    shared, dense = values["n_shared_experts"], values["first_k_dense_replace"]
+    shared, dense, width = values["n_shared_experts"], values["first_k_dense_replace"], values["moe_intermediate_size"]
     positive_int("n_shared_experts", shared)
     if not is_int(dense) or dense < 0:
         raise InvalidArgument("first_k_dense_replace", dense, "must be an integer of at least 0")
     choice = ExpertChoice(
-        values.get("num_local_experts", values["n_routed_experts"]),
+        values["num_local_experts"] if "num_local_experts" in values else values["n_routed_experts"],
         values["num_experts_per_tok"],
         ExpertScore.SIGMOID,
         values["norm_topk_prob"],
         values["routed_scaling_factor"],
     )
-    width, layers = values["moe_intermediate_size"], fields["num_layers"]
     positive_int("moe_intermediate_size", width)
-    layer_count("num_hidden_layers", layers)
-    mixture = Mixture(choice, width, width * shared, tuple(range(min(dense, layers))), NAMES)
+    layer_count("num_hidden_layers", num_layers)
+    return Mixture(choice, width, width * shared, tuple(range(min(dense, num_layers))), NAMES)
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    values = merged(config, DEFAULTS)
+    fields, bias = base_fields(values, rotates_parts=True), values.get("attention_bias", False)
+    layers = fields["num_layers"]
     return Architecture(
         "glm4_moe",
         **fields,
         attention_bias=bias,
         qk_norm=values.get("use_qk_norm", False),
-        mixture=mixture,
+        mixture=mixture(values, layers),
         renamed=((rf"model\.layers\.{layers}\..*", None),),  # it predicts a further token
     )
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    values, width = (
-        gguf_base_fields(fields, rotates_parts=True, has_experts=True),
-        fields.integer("expert_feed_forward_length"),
-    )
+    values = gguf_base_fields(fields, rotates_parts=True, has_experts=True)
+    width = fields.integer("expert_feed_forward_length")
     shared, dense = fields.get("expert_shared_count"), fields.get("leading_dense_block_count", 0)
     for field, count in (("expert_shared_count", shared), ("leading_dense_block_count", dense)):
         if not is_int(count) or not 0 <= count <= MAX_INT32:
             raise InvalidArgument(f"{fields.name}.{field}", count, f"must be an integer from 0 to {MAX_INT32}")
     choice, first = gguf_choice(fields, ExpertScore.SIGMOID, False), tuple(range(min(dense, values["num_layers"])))
     has_norms = "blk.0.attn_q_norm.weight" in fields.tensor_names
-    mixture = Mixture(choice, width, width * shared, first, NAMES)
-    return Architecture("glm4_moe", **values, qk_norm=has_norms, mixture=mixture)
+    own = Mixture(choice, width, width * shared, first, NAMES)
+    return Architecture("glm4_moe", **values, qk_norm=has_norms, mixture=own)
 
 
 NAMED = (("Glm4MoeForCausalLM",), ("glm4_moe",))
