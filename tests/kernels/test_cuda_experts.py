@@ -120,7 +120,7 @@ MOST, DIM, WIDTH, DENSE = 40, 64, 96, 40
 class Mixture:
     """A layer of experts and what stands before and behind it, in memory that kernels alone may touch."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, has_dense: bool = True) -> None:
         dtype, quantization, make = ALL_KINDS[kind]
         self.backend = backend = DeviceBackend(load(EMULATED_DEVICE), dtype, quantization)
         backend.library.functions.pd_emulate_hopper(c_void_p(backend.context.handle), c_int32(80))
@@ -141,7 +141,8 @@ class Mixture:
         self.program.route(self.rows, self.logits, self.x, choice, routes, bias)
         self.program.experts(self.rows, routes.sorted, up, routes, inner, Epilogue.SILU_MUL)
         self.program.experts(self.rows, inner, down, routes, y, Epilogue.STORE)
-        self.program.linear(self.rows, self.x, dense, shared)
+        if has_dense:
+            self.program.linear(self.rows, self.x, dense, shared)
         self.program.combine(self.rows, y, routes, self.out, True, shared, self.gates)
         self.program.finish()
 
@@ -176,12 +177,13 @@ def test_a_recorded_list_serves_any_number_of_rows(kind: str) -> None:
             assert same_bits(alone.run(MOST, seed)[:rows], out)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8_weight_only"])
-def test_a_list_for_few_rows_has_no_kernels_for_many(kind: str) -> None:
-    mixture = Mixture(kind)
+@pytest.mark.parametrize(("kind", "has_dense"), [("bf16", True), ("int8_weight_only", False)])
+def test_a_list_for_few_rows_has_no_kernels_for_many(kind: str, has_dense: bool) -> None:
+    """Nor where experts are its only linear layers."""
+    mixture, layers = Mixture(kind, has_dense), 2 + has_dense
     launches = mixture.backend.library.functions.pd_emulate_num_captured
     # of a choice two kernels, of a sum one, and of linear layers and experts each one or two
-    for rows, wanted in ((MOST, 0), (5, 2 + 1 + 3), (MOST, 2 + 1 + 6), (32, 0)):
+    for rows, wanted in ((MOST, 0), (5, 2 + 1 + layers), (MOST, 2 + 1 + 2 * layers), (32, 0)):
         before = launches()
         mixture.run(rows, rows)
         assert launches() - before == wanted, rows
