@@ -208,7 +208,7 @@ class Backend(Protocol):
         """Bytes of a device's own memory that can be taken; None: it is the host's."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros where the kernels work: what a forward's buffers are made of."""
+        """A tensor of zeros where the kernels work: what a forward's buffers are made of. Raises MemoryError."""
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         """Put a host array at the beginning of a tensor of its dtype, along its first side."""

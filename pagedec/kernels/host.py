@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes
 from pagedec.kernels.row_buffer import RowBuffer
 
 POISON_TOKEN = -1
+LARGE = 64 << 20
+"""Bytes of a tensor that takes memory as it is written: of steps that may have thousands of rows, each once for each of
+its experts, most is never used. What the usual step needs is there from the beginning."""
 
 
 class HostBackend(Backend):
@@ -37,7 +41,12 @@ class HostBackend(Backend):
         return None
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        if (num_bytes := math.prod(shape) * dtype.itemsize) < LARGE:
+            return torch.zeros(shape, dtype=dtype)
+        try:
+            return zeros(shape, dtype)
+        except OSError as error:
+            raise MemoryError(f"{num_bytes} bytes are not given ({error})") from error
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         tensor.numpy()[: len(array)] = array

@@ -70,9 +70,7 @@ class StepBuffers:
     the rest in the model's dtype.
     """
 
-    def __init__(
-        self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int, expert_width: int = 0
-    ) -> None:
+    def __init__(self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int) -> None:
         f32, own, zeros = torch.float32, backend.dtype, backend.zeros
 
         def ints(size: int) -> torch.Tensor:

@@ -214,7 +214,8 @@ def build_lane(
         limit = "must be less: this machine does not give as much"
         raise InvalidArgument("kv_offload_memory", config.cache.kv_offload_memory, limit) from error
     except MemoryError as error:
-        limit = f"must be less, or the KV pool: the device has no room for a step beside {shown_size(pool.num_bytes)}"
+        where = "this machine" if backend.room() is None else "the device"
+        limit = f"must be less, or the KV pool: {where} has no room for a step beside {shown_size(pool.num_bytes)}"
         raise InvalidArgument("max_num_batched_tokens", rows, f"{limit} of KV: {error}") from error
 
 

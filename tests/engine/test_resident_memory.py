@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
+from pagedec import LLM
+from pagedec.errors import InvalidArgument
+from pagedec.kernels import host
 from pagedec.kernels.arena import zeros
+from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import available_isas
 from tests.models.gguf_files import write_model
 
@@ -224,3 +230,32 @@ def test_the_pool_is_not_shared_with_a_forked_child() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert int(pool.sum()) == 0
+
+
+def test_a_large_step_takes_memory_as_its_rows_are_used() -> None:
+    """Of a mixture of experts each row stands there several times."""
+
+    def resident() -> int:
+        return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = resident()
+    rows = ReferenceBackend(torch.float32).zeros((1 << 18, 1 << 10), torch.float32)
+    rows[:64] = 1.0
+    assert resident() - before < 64 * MIB
+    assert rows[:65, 5].sum() == 64 and rows[-1, -1] == 0
+
+
+def test_a_step_for_which_there_is_no_memory_is_told(tiny: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if len(shape) == 2:  # of rows, not of a cache
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(host, "zeros", refuse)
+    monkeypatch.setattr(host, "LARGE", 1 << 16)
+    with pytest.raises(InvalidArgument) as caught:
+        tiny(num_blocks=8, max_num_batched_tokens=300)
+    told = (
+        "max_num_batched_tokens is 300: must be less, or the KV pool: this machine has no room for a step beside 0 MiB"
+    )
+    assert str(caught.value).startswith(f"{told} of KV: 76800 bytes are not given ([Errno 12] ")
