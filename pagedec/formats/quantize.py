@@ -18,6 +18,8 @@ SHRINKS = (1.0, 0.93, 0.86)
 """Shares of a group's range that its integers may span; the best is taken."""
 PIECE = 1 << 20  # values at once: a few megabytes of fp32
 MOST_ZERO = 65504.0  # that fp16 has
+IQ4_NL = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+"""What a value of 4 bits stands for, as ggml has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,28 @@ def from_q4_1(raw: torch.Tensor, k: int) -> Blocks:
         blocks[:, at : at + 2] = value.half()[:, None].view(torch.uint8)
     blocks[is_one, 4:] = 0
     return Blocks("int4_zero_32", blocks.view(len(raw), -1), k)
+
+
+def from_q5_0(raw: torch.Tensor, k: int) -> Blocks:
+    """Return rows of GGUF's Q5_0, uint8 [n, bytes], whose values are d (q - 16) with q of 5 bits, as bytes: the same
+    numbers."""
+    blocks = raw.reshape(-1, 22)
+    fifth = (blocks[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)  # value j: bit j of 32
+    q = (torch.cat([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], 1) | fifth << 4).view(torch.int8) - 16
+    return _as_q8_0(blocks, q, len(raw), k)
+
+
+def from_iq4_nl(raw: torch.Tensor, k: int) -> Blocks:
+    """Return rows of GGUF's IQ4_NL, uint8 [n, bytes], whose values are d times one of 16 integers, as bytes: the same
+    numbers."""
+    blocks = raw.reshape(-1, 18)
+    q = IQ4_NL[torch.cat([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1).int()]
+    return _as_q8_0(blocks, q, len(raw), k)
+
+
+def _as_q8_0(blocks: torch.Tensor, q: torch.Tensor, n: int, k: int) -> Blocks:
+    """Blocks that begin with their scale, and int8 q [blocks, 32]."""
+    return Blocks("q8_0", torch.cat([blocks[:, :2], q.view(torch.uint8)], 1).view(n, -1), k)
 
 
 def quantize_q8(weight: torch.Tensor) -> Blocks:

@@ -99,7 +99,8 @@ def test_simple_quants_come_back_within_half_a_step(write_gguf: WriteGguf, name:
 
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
 @pytest.mark.parametrize(
-    ("name", "at"), [("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208)]
+    ("name", "at"),
+    [("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q5_0", 0), ("IQ4_NL", 0), ("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208)],
 )
 def test_scales_that_are_no_numbers_are_named(write_gguf: WriteGguf, name: str, at: int, bits: int) -> None:
     values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import gguf
 import pytest
 import torch
 
 from pagedec.formats import quantize
-from pagedec.formats.quantize import FORMS, Int4, from_q4_1, quantize_int4, quantize_q8
+from pagedec.formats.quantize import FORMS, Int4, from_iq4_nl, from_q4_1, from_q5_0, quantize_int4, quantize_q8
 from pagedec.kernels.blocks import Blocks
 
 
@@ -107,6 +109,18 @@ def test_q4_1_is_all_but_the_same() -> None:
     least = torch.from_numpy(raw.numpy().reshape(9, 8, 20)[:, :, 2:4].copy()).view(torch.float16).float()
     error = (blocks.dequantize() - expected).abs().view(9, 8, 32).amax(-1)
     assert bool((error <= least[..., 0].abs() * 2.0**-11 + 1e-9).all())
+
+
+@pytest.mark.parametrize(("name", "convert"), [("Q5_0", from_q5_0), ("IQ4_NL", from_iq4_nl)])
+def test_what_bytes_can_say_becomes_them_without_a_rounding(name: str, convert: Callable[..., Blocks]) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    num_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    raw = torch.randint(0, 256, (5, 7, num_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    raw[:, :, :2] = torch.randn(5, 7).half()[:, :, None].view(torch.uint8)
+    blocks = convert(raw.flatten(1), 7 * 32)
+    assert blocks.format == "q8_0" and blocks.shape == (5, 7 * 32)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw.flatten(1).numpy(), kind))
+    assert torch.equal(blocks.dequantize(), expected)
 
 
 def test_q4_1_of_values_that_hardly_differ() -> None:

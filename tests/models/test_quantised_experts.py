@@ -80,7 +80,7 @@ def packed(path: Path, quantization: str | None) -> Told:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "glm4-moe"])
-@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 @pytest.mark.sampled(4)
 def test_blocks_of_a_file(name: str, encoding: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint, kind = checkpoints(name), GGMLQuantizationType[encoding]
@@ -89,7 +89,7 @@ def test_blocks_of_a_file(name: str, encoding: str, checkpoints: Checkpoints, tm
     kept = logits(config_of(path, quantization="gguf"), checkpoint.tokens)
     assert 0 < error(kept, numbers) < CLOSE
     assert error(logits(config_of(path, quantization="gguf"), checkpoint.tokens, reference=True), kept) < ROUNDED
-    form = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "int4_zero_32"}[encoding]
+    form = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q5_0": "q8_0"}[encoding]
     assert packed(path, "gguf").experts == [{form}] * 4
     if name == "mixtral":
         apart = write_model(checkpoint.path, tmp_path / "apart.gguf", kind, stacked=False)

@@ -51,12 +51,13 @@ ENCODINGS = {
     12: TensorEncoding("Q4_K", 256, 144),
     13: TensorEncoding("Q5_K", 256, 176),
     14: TensorEncoding("Q6_K", 256, 210),
+    20: TensorEncoding("IQ4_NL", 32, 18),
     30: TensorEncoding("BF16", 1, 2),
     39: TensorEncoding("MXFP4", 32, 17),
 }
 OTHERS = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 """What ggml calls the types that are not read: a file's name says them, not their numbers."""

@@ -13,12 +13,15 @@ from pagedec.formats.gguf.dequantize import PLAIN, dequantize
 from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, SHARED_GATE, is_behind, layout_of
 from pagedec.formats.mapping import MappedFile
-from pagedec.formats.quantize import from_q4_1
+from pagedec.formats.quantize import from_iq4_nl, from_q4_1, from_q5_0
 from pagedec.kernels.blocks import Blocks, mxfp4_blocks
 from pagedec.kernels.experts import MAX_EXPERTS
 
-BLOCKS = {"Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k", "MXFP4": "mxfp4"}
-"""The encodings that kernels take as they are, Q4_1 and MXFP4 all but."""
+BLOCKS = {"Q4_0": "q4_0", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k", "MXFP4": "mxfp4"}
+"""The encodings that kernels take as they are, MXFP4 all but."""
+OTHERS = {"Q4_1": from_q4_1, "Q5_0": from_q5_0, "IQ4_NL": from_iq4_nl}
+"""Those that become others, but for Q4_1's zero points without a rounding. With experts whose width 256 does not
+divide, llama.cpp has Q5_0 and IQ4_NL in place of finer ones."""
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
@@ -205,14 +208,14 @@ class GgufSource:
         of others is no finite number."""
         stored = self._stored[name]
         encoding = stored.tensor.encoding.name
-        if encoding not in BLOCKS or len(stored.shape) != 2 or stored.offset or stored.transposed:
+        if encoding not in (*BLOCKS, *OTHERS) or len(stored.shape) != 2 or stored.offset or stored.transposed:
             return None
         num_rows, k = stored.shape
         raw = stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1))
         if encoding == "MXFP4":
             whole = raw.view(num_rows, -1, 17)
             return mxfp4_blocks(whole[:, :, 1:], whole[:, :, 0], in_pairs=False)
-        blocks = from_q4_1(raw, k) if encoding == "Q4_1" else Blocks(BLOCKS[encoding], raw, k)
+        blocks = OTHERS[encoding](raw, k) if encoding in OTHERS else Blocks(BLOCKS[encoding], raw, k)
         if not blocks.is_finite:
             raise ModelFileError(self._path, f"tensor {stored.tensor.name} has a scale that is infinite or NaN")
         return blocks
