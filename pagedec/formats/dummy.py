@@ -70,12 +70,12 @@ class DummySource:
         dtype: torch.dtype,
         seed: int = 0,
         norm_value: float = 1.0,
-        has_coded_experts: bool = False,
+        form: str | None = None,
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype is {dtype}, must be bfloat16, float16 or float32")
         self._shapes, self._dtype, self._seed, self._norm_value = dict(shapes), dtype, seed, norm_value
-        self._has_coded_experts = has_coded_experts
+        self._form = form
         layers = [int(match[1]) for match in map(_LAYER.search, shapes) if match]
         self._num_layers = 1 + max(layers, default=-1)
 
@@ -123,8 +123,8 @@ class DummySource:
         return Blocks(form, raw.view(shape[0], -1), shape[1])
 
     def _format(self, name: str) -> str | None:
-        if self._has_coded_experts:
-            return "mxfp4" if ".experts." in name else None
+        if self._form == "mxfp4":
+            return self._form if ".experts." in name else None
         return _format_of(name, self._num_layers)
 
     def release(self) -> None:

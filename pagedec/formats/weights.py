@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from pagedec.formats.awq_gptq import MXFP4, Int4Source, int4_config
+from pagedec.formats.awq_gptq import Int4Source, int4_config
 from pagedec.formats.dummy import DummySource
 from pagedec.formats.gguf.converted import open_converted
 from pagedec.formats.gguf.reader import GgufSource
@@ -25,29 +25,28 @@ def open_weights(
     *,
     renamed: Sequence[tuple[str, str | None]] = (),
     norm_value: float = 1.0,
-    has_blocks: bool = False,
-    has_coded_experts: bool = False,
+    form: str | None = None,
     adapt: Callable[[WeightSource], WeightSource] | None = None,
+    methods: Sequence[str] = (),
 ) -> WeightSource:
     """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check but
     biases that a quantised checkpoint may have without need.
 
-    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once,
-    unless `has_blocks`: the caller takes it as it is; so are dummy experts, in MXFP4 alone with `has_coded_experts`.
-    `renamed` is
-    how names in safetensors files become those of `shapes` (see RenamedSource), `adapt` what else becomes of them;
-    `norm_value` is the value of dummy norms.
+    `dtype` is what the caller computes in, `form` what it packs linear layers with. Dummy weights have that dtype, and
+    blocks as that form has them; a GGUF file is converted to it once, unless the form is "gguf": it is left as it is.
+    `renamed` is how names in safetensors files become those of `shapes` (see RenamedSource), `adapt` what else becomes
+    of them, `methods` those of a quantization_config that it reads; `norm_value` is the value of dummy norms.
     """
     source: WeightSource
     if files.weights is None:
-        source = DummySource(shapes, dtype, seed, norm_value, has_coded_experts)
-    elif files.load_format == "gguf" and has_blocks:
+        source = DummySource(shapes, dtype, seed, norm_value, form)
+    elif files.load_format == "gguf" and form == "gguf":
         source = GgufSource(files.weights)
     elif files.load_format == "gguf":
         source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
     else:
         source = open_directory(files.weights)
-        if (quantised := int4_config(files, [] if adapt is None else [MXFP4])) is not None:
+        if (quantised := int4_config(files, methods)) is not None:
             source = packed = Int4Source(source, quantised)
             optional = [*optional, *packed.zero_biases()]
         if adapt is not None:

@@ -20,7 +20,8 @@ class Family:
     """What configurations call a family, how they are read, and what is built.
 
     `architectures` and `model_types` are config.json's names, `gguf_names` those of general.architecture. `adapt` makes
-    of a checkpoint in safetensors one with the names and shapes that the model asks for, where these are not the same.
+    of a checkpoint in safetensors one with the names and shapes that the model asks for, where these are not the same,
+    and reads tensors of the `methods` of a quantization_config, beside AWQ and GPTQ.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Family:
     gguf_names: tuple[str, ...] = ()
     read_gguf: Callable[[GgufFields], Architecture] | None = None
     adapt: Callable[[WeightSource], WeightSource] | None = None
+    methods: tuple[str, ...] = ()

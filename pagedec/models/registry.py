@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument
-from pagedec.formats.awq_gptq import MXFP4
 from pagedec.formats.files import read_json_object
 from pagedec.formats.gguf.header import GgufHeader, read_gguf_header
 from pagedec.formats.gguf.metadata import GgufFields, read_gguf_fields
@@ -43,7 +42,6 @@ from pagedec.models.family import Family
 from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
 from pagedec.models.hf.hosted_model import load_hosted
 from pagedec.models.model import Model
-from pagedec.models.packing import STORED
 from pagedec.models.presets import PRESETS
 from pagedec.models.sharding import ShardedSource, part_of, sharded
 
@@ -66,6 +64,21 @@ def _unknown(config: Mapping[str, Any]) -> InvalidArgument:
     return InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
 
 
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of our own that a config.json means; None: there is none. Raises InvalidArgument where it means
+    two."""
+    declared, model_type = config.get("architectures"), config.get("model_type")
+    typed = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if not isinstance(declared, list) or not declared:
+        return typed
+    family = ARCHITECTURES.get(declared[0]) if isinstance(declared[0], str) else None
+    if family is not None and typed is not None and family is not typed:
+        own = " or ".join(family.model_types)
+        limit = f"must be {own} beside the architecture {declared[0]}: transformers goes by the type, others do not"
+        raise InvalidArgument("model_type", model_type, limit)
+    return family
+
+
 def from_hf_config(
     config: Mapping[str, Any], files: ModelFiles | None = None, model_impl: str = "auto"
 ) -> Architecture:
@@ -74,16 +87,7 @@ def from_hf_config(
     `model_impl` "native": only our own families; "transformers": its modeling code; "auto": that where there is no
     family of our own. Only a configuration with `files` can be given to transformers.
     """
-    declared, model_type = config.get("architectures"), config.get("model_type")
-    typed = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
-    if isinstance(declared, list) and declared:
-        family = ARCHITECTURES.get(declared[0]) if isinstance(declared[0], str) else None
-        if family is not None and typed is not None and family is not typed:
-            own = " or ".join(family.model_types)
-            limit = f"must be {own} beside the architecture {declared[0]}: transformers goes by the type, others do not"
-            raise InvalidArgument("model_type", model_type, limit)
-    else:
-        family = typed
+    family = family_of(config)
     if family is not None and model_impl != "transformers":
         return family.read(config)
     if files is None or model_impl == "native":
@@ -125,6 +129,7 @@ def open_model_weights(
     arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0, form: str | None = None
 ) -> WeightSource:
     """Open the weights that the architecture needs; raise ModelFileError where the files hold others."""
+    family = FAMILIES[arch.name]
     return open_weights(
         files,
         arch.weight_shapes(),
@@ -133,9 +138,9 @@ def open_model_weights(
         seed,
         renamed=arch.renamed,
         norm_value=1.0 - arch.norm_offset,
-        has_blocks=form in STORED,
-        has_coded_experts=form == MXFP4,
-        adapt=FAMILIES[arch.name].adapt,
+        form=form,
+        adapt=family.adapt,
+        methods=family.methods,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument
@@ -11,7 +12,7 @@ from pagedec.formats.files import read_json_object
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import INT8_QUANTIZATIONS
 from pagedec.models.presets import PRESETS
-from pagedec.models.registry import MODEL_TYPES
+from pagedec.models.registry import family_of
 
 
 def weight_form(model: ModelConfig) -> str | None:
@@ -21,10 +22,11 @@ def weight_form(model: ModelConfig) -> str | None:
     if asked in (*INT8_QUANTIZATIONS, "off"):
         return None if asked == "off" else asked
     files = resolve_model(model.model, model.load_format)
-    stored = int4_config(files, others=[MXFP4])
-    method = _coded(files, model.model_impl) if stored is None else stored.method
+    config = _configuration(files)
+    family = None if model.model_impl == "transformers" else family_of(config)
+    method = _method(files, config, (MXFP4,) if family is None else family.methods)
     if asked is None:
-        return method
+        return None if family is None and method == MXFP4 else method  # transformers' modeling code has numbers
     if asked in ("awq", "gptq", MXFP4) and asked != method:
         raise InvalidArgument("quantization", asked, f"must be the checkpoint's, which is {method or 'none'}")
     if asked == "gguf" and files.weights is not None and files.load_format != "gguf":
@@ -32,14 +34,17 @@ def weight_form(model: ModelConfig) -> str | None:
     return asked
 
 
-def _coded(files: ModelFiles, model_impl: str) -> str | None:
-    """MXFP4, where a model of our own has it; transformers' modeling code has numbers."""
-    if model_impl == "transformers" or (files.config is not None and files.config.suffix == ".gguf"):
-        return None
+def _method(files: ModelFiles, config: Mapping[str, Any], others: Sequence[str]) -> str | None:
+    """What quantization_config says: AWQ, GPTQ or one of `others`, which are all that can be read; None: nothing."""
+    stored, said = int4_config(files, others), config.get("quantization_config")
+    if stored is not None:
+        return stored.method
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    return method if method in others else None
+
+
+def _configuration(files: ModelFiles) -> Mapping[str, Any]:
+    """A model's config.json, or its preset's; empty for a .gguf file."""
     if files.config is None:
-        config = PRESETS.get(files.preset or "", {})
-    else:
-        config = read_json_object(files.config, "the model configuration")
-    said = config.get("quantization_config")
-    is_coded = isinstance(said, Mapping) and said.get("quant_method") == MXFP4
-    return MXFP4 if is_coded and config.get("model_type") in MODEL_TYPES else None
+        return PRESETS.get(files.preset or "", {})
+    return {} if files.config.suffix == ".gguf" else read_json_object(files.config, "the model configuration")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.awq_gptq import MXFP4
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.stacked_experts import StackedExperts
 from pagedec.formats.values import layer_count
@@ -68,6 +69,5 @@ def read_gguf(fields: GgufFields) -> Architecture:
     return Architecture("gpt_oss", **own, sinks=True, full_attention_layers=full, mixture=mixture)
 
 
-FAMILY = Family(
-    "gpt_oss", ("GptOssForCausalLM",), ("gpt_oss",), read, Transformer, ("gpt-oss",), read_gguf, StackedExperts
-)
+NAMED = (("GptOssForCausalLM",), ("gpt_oss",))
+FAMILY = Family("gpt_oss", *NAMED, read, Transformer, ("gpt-oss",), read_gguf, StackedExperts, (MXFP4,))
