@@ -10,6 +10,7 @@ from pagedec.formats.values import MAX_CONTEXT, is_int, layer_count, one_of, pos
 from pagedec.models.mixture import Mixture
 from pagedec.models.rope_scaling import RopeScaling
 
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # a configuration may say any number, and each has three names
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 """Two functions with two names each: silu, and the tanh approximation of GELU."""
 OUTPUT = "lm_head.weight"
@@ -152,6 +153,11 @@ class Architecture:
             object.__setattr__(self, "rotary_dim", self.head_dim)
         one_of("hidden_act", self.hidden_act, ACTIVATIONS)
         self._check_heads()
+        if self.mixture is not None and self.num_layers * self.mixture.choice.num_experts > MAX_EXPERTS_OF_ALL_LAYERS:
+            limit = (
+                f"must be at most {MAX_EXPERTS_OF_ALL_LAYERS // self.num_layers} in each of {self.num_layers} layers"
+            )
+            raise InvalidArgument("num_experts", self.mixture.choice.num_experts, limit)
         if self.sliding_window is not None:
             positive_int("sliding_window", self.sliding_window)
         bos = () if self.bos_token_id is None else (self.bos_token_id,)

@@ -112,6 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {**WINDOW, "max_window_layers": "x"}, "max_window_layers is 'x': must be an integer of at least 0"),
     ("qwen2_moe", {**WINDOW, "max_window_layers": None}, "max_window_layers is None: must be given"),
     ("qwen2_moe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: must be at most 10000"),
+    ("qwen3_moe", {"num_hidden_layers": 10**4, "num_experts": 1024}, "num_experts is 1024: must be at most 13 in each"),
     ("qwen3_moe", {"num_hidden_layers": "6"}, "num_hidden_layers is '6': must be an integer of at least 1"),
     ("qwen3_moe", {"num_experts_per_tok": True}, "num_experts_per_tok is True: must be an integer of at least 1"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0: must be an integer of at least 1"),
