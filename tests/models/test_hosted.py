@@ -115,7 +115,8 @@ def test_greedy_texts_through_the_engine(
     """Prompts in chunks of mixed steps, then the same from the prefix cache, then forked, then with drafts as trees."""
     monkeypatch.setenv("PAGEDEC_DEBUG", "1")
     checkpoint = checkpoints(family)
-    llm = make_llm(checkpoint.path, max_num_batched_tokens=16)
+    llm = make_llm(checkpoint.path, max_num_batched_tokens=16, model_impl="transformers")
+    assert isinstance(llm.engine.executor.worker.lanes["target"].model, HostedModel)
     prompts = [list(prompt) for prompt in PROMPTS]
 
     first = llm.generate(prompts, GREEDY, use_tqdm=False)
