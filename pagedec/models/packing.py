@@ -62,15 +62,20 @@ def pack_output(source: WeightSource, is_tied: bool, backend: Backend, embedding
     return placed if isinstance(embedding, Blocks) else pack_stacked(backend, [embedding])
 
 
+def _made(backend: Backend) -> str | None:
+    """The kind of integers that packing makes of numbers; None: they are packed as they are."""
+    return backend.quantization if backend.quantization in INT8_QUANTIZATIONS else None
+
+
 def _pack(backend: Backend, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    return backend.pack(weight, bias, backend.quantization if backend.quantization in INT8_QUANTIZATIONS else None)
+    return backend.pack(weight, bias, _made(backend))
 
 
 def _numbers(backend: Backend, weight: Matrix) -> torch.Tensor:
     """The weight as it is packed: quantisation takes it as it was loaded, rounding it before would add a second
     error."""
     values = weight.dequantize() if isinstance(weight, Blocks) else weight
-    return values if backend.quantization in INT8_QUANTIZATIONS else values.to(backend.dtype)
+    return values.to(backend.dtype) if _made(backend) is None else values
 
 
 def pack_stacked(backend: Backend, weights: Sequence[Matrix], biases: Sequence[torch.Tensor | None] = ()) -> Any:
@@ -147,12 +152,11 @@ def pack_experts(
             raise _MixedFormats
         return matrix
 
-    quantization = backend.quantization if backend.quantization in INT8_QUANTIZATIONS else None
     try:
-        return backend.pack_experts(count, map(alike, range(count)), bias, quantization)
+        return backend.pack_experts(count, map(alike, range(count)), bias, _made(backend))
     except _MixedFormats:
         numbers = (_numbers(backend, weights(expert)) for expert in range(count))
-        return backend.pack_experts(count, numbers, bias, quantization)
+        return backend.pack_experts(count, numbers, bias, _made(backend))
 
 
 def _format_of(matrix: Matrix) -> str | None:

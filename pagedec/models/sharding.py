@@ -51,7 +51,8 @@ def part_of(arch: Architecture, rank: int, world: int) -> Part:
     widths = [arch.mlp_width, *((mixture.width, mixture.shared_width) if mixture is not None else ())]
     most = min(arch.num_attention_heads, arch.vocab_size, *(width for width in widths if width))
     if world > most:
-        limit = f"must be at most {most}: each rank has a query head, a value of the MLP's width and a token id"
+        value = "a value of the MLP's width" + (", of each expert's," if mixture is not None else "")
+        limit = f"must be at most {most}: each rank has a query head, {value} and a token id"
         raise InvalidArgument("tensor_parallel_size", world, limit)
     heads, kv_heads = heads_of(arch.num_attention_heads, arch.num_kv_heads, world)[rank]
     part = Part(rank, world, heads, kv_heads, range(0), shares(arch.vocab_size, world)[rank])

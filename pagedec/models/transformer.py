@@ -173,6 +173,7 @@ class Transformer(RecordedModel):
             self._add(p, b, b.attended, layer.o, layer.attention_out_norm)
             p.rms_norm(rows, b.x, layer.mlp_norm, b.normed, eps)
             if isinstance(layer.mlp, MixtureLayer):
+                assert layer.mlp_out_norm is None, "a norm behind a mixture would be left out"
                 record_mixture(p, b, layer.mlp, activation)
                 continue
             p.linear(rows, b.normed, layer.mlp.gate_up, b.mlp, activation)

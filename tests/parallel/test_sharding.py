@@ -76,6 +76,9 @@ def test_more_ranks_than_can_have_something() -> None:
         InvalidArgument, match="tensor_parallel_size is 7: must be at most 6: each rank has a query head"
     ):
         part_of(architecture(), 0, 7)
+    narrow = dataclasses.replace(EXPERTS, width=3)
+    with pytest.raises(InvalidArgument, match="is 4: must be at most 3: .* of the MLP's width, of each expert's, and"):
+        part_of(architecture(mixture=narrow), 0, 4)
 
 
 ARCHITECTURES = {
