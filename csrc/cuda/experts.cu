@@ -177,11 +177,17 @@ PD_KERNEL(kThreads) order_kernel(pd_route_args a) {
   if (begin == end && block_index() > 0) return;
   for (int e = thread_index(); e < PD_MAX_EXPERTS; e += kThreads) next[e] = 0, earlier[e] = 0;
   sync_block();
-  PD_UNROLL_BY(4)
-  for (int64_t i = thread_index(); i < num_choices; i += kThreads) {
-    const int32_t expert = a.chosen[i];
-    atomic_add(next, expert, 1u);
-    if (i < begin * a.num_chosen) atomic_add(earlier, expert, 1u);
+  for (int64_t first = thread_index(); first < num_choices; first += kAhead * kThreads) {
+    int32_t ahead[kAhead];  // what is counted holds up loads that come behind it
+    PD_UNROLL for (int j = 0; j < kAhead; j++) {
+      const int64_t i = first + j * kThreads;
+      ahead[j] = i < num_choices ? a.chosen[i] : -1;
+    }
+    PD_UNROLL for (int j = 0; j < kAhead; j++) {
+      if (ahead[j] < 0) continue;
+      atomic_add(next, ahead[j], 1u);
+      if (first + j * kThreads < begin * a.num_chosen) atomic_add(earlier, ahead[j], 1u);
+    }
   }
   sync_block();
   sum_before(next);
