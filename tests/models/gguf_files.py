@@ -18,7 +18,7 @@ F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "glm": "chatglm", "glm4": "glm4", "gpt2": "gpt2",
-    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "dots1": "dots1",
     "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """general.architecture by model_type."""
@@ -108,7 +108,7 @@ def add_experts(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if config["model_type"] == "glm4_moe":
+    if config["model_type"] in ("glm4_moe", "dots1"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
         writer.add_expert_shared_count(config["n_shared_experts"])

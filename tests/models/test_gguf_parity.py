@@ -67,6 +67,8 @@ VARIANTS = (
             norm_topk_prob=True, num_attention_heads=4, num_key_value_heads=2),
     variant("glm4-moe", "glm4_moe", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40,
             routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True, num_hidden_layers=3),
+    variant("dots1", "dots1", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=2,
+            first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True, num_key_value_heads=2),
     variant("glm4-moe-all-sparse", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
             n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False),
     variant("gpt-oss", "gpt_oss", num_local_experts=6, num_experts_per_tok=3, sliding_window=11, num_attention_heads=4,

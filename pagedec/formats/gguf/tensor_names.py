@@ -51,6 +51,10 @@ def _shared_expert(name: str) -> dict[str, str]:
     return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in _PARTS}
 
 
+_GLM_EXPERTS = IN_BLOCK | _shared_expert("shared_experts") | {"ffn_gate_inp": "mlp.gate"}
+_GLM_EXPERTS |= {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one architecture's tensors are stored.
@@ -117,13 +121,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "glm4": Layout(
         _FUSED_MLP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
     ),
-    "glm4moe": Layout(
-        IN_BLOCK
-        | _shared_expert("shared_experts")
-        | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
-        | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
-        experts=_QWEN_EXPERTS,
-    ),
+    "dots1": Layout(_GLM_EXPERTS, experts=_QWEN_EXPERTS),
+    "glm4moe": Layout(_GLM_EXPERTS | {"post_attention_norm": "post_attention_layernorm"}, experts=_QWEN_EXPERTS),
     "gpt-oss": Layout(
         IN_BLOCK
         | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}

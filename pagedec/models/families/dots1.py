@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.joined_experts import JoinedExperts
 from pagedec.models.architecture import Architecture
 from pagedec.models.config_fields import base_fields, merged, upper_window
 from pagedec.models.families import glm4_moe
 from pagedec.models.family import Family
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -27,4 +29,10 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture("dots1", **own, attention_bias=bias, output_bias=bias, qk_norm=True, mixture=mixture)
 
 
-FAMILY = Family("dots1", ("Dots1ForCausalLM",), ("dots1",), read, Transformer, adapt=JoinedExperts)
+def read_gguf(fields: GgufFields) -> Architecture:
+    values, mixture = gguf_base_fields(fields, has_experts=True), glm4_moe.gguf_mixture(fields)
+    return Architecture("dots1", **values, qk_norm=True, mixture=mixture)
+
+
+NAMED = (("Dots1ForCausalLM",), ("dots1",))
+FAMILY = Family("dots1", *NAMED, read, Transformer, ("dots1",), read_gguf, JoinedExperts)

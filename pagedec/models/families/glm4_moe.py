@@ -62,17 +62,21 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def read_gguf(fields: GgufFields) -> Architecture:
-    values = gguf_base_fields(fields, rotates_parts=True, has_experts=True)
+def gguf_mixture(fields: GgufFields) -> Mixture:
+    """Return the mixture that a file with the fields of GLM-4.5's describes."""
     width = fields.integer("expert_feed_forward_length")
     shared, dense = fields.get("expert_shared_count"), fields.get("leading_dense_block_count", 0)
     for field, count in (("expert_shared_count", shared), ("leading_dense_block_count", dense)):
         if not is_int(count) or not 0 <= count <= MAX_INT32:
             raise InvalidArgument(f"{fields.name}.{field}", count, f"must be an integer from 0 to {MAX_INT32}")
-    choice, first = gguf_choice(fields, ExpertScore.SIGMOID, False), tuple(range(min(dense, values["num_layers"])))
+    choice, first = gguf_choice(fields, ExpertScore.SIGMOID, False), tuple(range(min(dense, fields.layers())))
+    return Mixture(choice, width, width * shared, first, NAMES)
+
+
+def read_gguf(fields: GgufFields) -> Architecture:
+    values = gguf_base_fields(fields, rotates_parts=True, has_experts=True)
     has_norms = "blk.0.attn_q_norm.weight" in fields.tensor_names
-    own = Mixture(choice, width, width * shared, first, NAMES)
-    return Architecture("glm4_moe", **values, qk_norm=has_norms, mixture=own)
+    return Architecture("glm4_moe", **values, qk_norm=has_norms, mixture=gguf_mixture(fields))
 
 
 NAMED = (("Glm4MoeForCausalLM",), ("glm4_moe",))
