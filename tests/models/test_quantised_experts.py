@@ -117,6 +117,18 @@ def test_experts_of_several_formats_become_numbers(checkpoints: Checkpoints, tmp
     assert packed(path, "gguf").experts == [{"q4_0"}, {"q4_0"}, {"q4_0"}, {"numbers"}]
 
 
+def test_dummy_blocks_are_those_of_a_larger_file(tmp_path: Path) -> None:
+    """4 and 6 bits in blocks of 256, as in Q4_K_M: projections down are finer in some layers."""
+    shape = SHAPE | {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 3, "vocab_size": 300}
+    chosen = variant("wide", "qwen3_moe", num_experts=3, num_experts_per_tok=3, moe_intermediate_size=256, **shape)
+    path, dummy = make_checkpoint(chosen, tmp_path).path, {"load_format": "dummy", "quantization": "gguf"}
+    backend = Told("gguf")
+    load_model(config_of(path, **dummy).model, backend)
+    assert backend.experts == [{"q4_k"}, {"q4_k"}, {"q4_k"}, {"q4_k"}, {"q4_k"}, {"q6_k"}]
+    config, tokens = config_of(path, **dummy), list(range(3, 70))
+    assert error(logits(config, tokens), logits(config, tokens, reference=True)) < ROUNDED
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_checkpoints_in_four_bits(method: str, name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
