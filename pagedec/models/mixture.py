@@ -16,7 +16,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 @dataclass(frozen=True, slots=True)
 class MixtureNames:
     """A mixture's weights below `model.layers.<i>.`; those of expert e are `<experts>.<e>.<part>`, of the one that all
-    rows take `<shared>.<part>`. What is named "" does not exist."""
+    rows take `<shared>.<part>`. What is named "" does not exist. `bias_is_row`: it is stored as a matrix of one row."""
 
     router: str = "mlp.gate"
     bias: str = ""
@@ -24,6 +24,7 @@ class MixtureNames:
     parts: tuple[str, str, str] = PARTS
     shared: str = ""
     shared_gate: str = ""
+    bias_is_row: bool = False
 
     def of_expert(self, expert: int) -> tuple[str, ...]:
         """Return the names of its gate, up and down projections."""
@@ -77,7 +78,7 @@ class Mixture:
         names, choice = self.names, self.choice
         shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (choice.num_experts, hidden)}
         if names.bias:
-            shapes[names.bias] = (choice.num_experts,)
+            shapes[names.bias] = (1, choice.num_experts) if names.bias_is_row else (choice.num_experts,)
         every = [(names.of_expert(e), self.width) for e in range(choice.num_experts)]
         if self.shared_width:
             every.append((names.of_shared(), self.shared_width))

@@ -78,7 +78,7 @@ def load_mixture(
         mixture.choice,
         Epilogue.CLAMPED_SWIGLU if mixture.clamped else None,
         plain(names.router, mixture.biased),
-        backend.place(numbers(names.bias).float().contiguous()) if names.bias else None,
+        backend.place(numbers(names.bias).float().flatten().contiguous()) if names.bias else None,
         pack_experts(backend, of_expert, count, biases(lambda e: gated_bias(bias_of(e, 0), bias_of(e, 1)))),
         pack_experts(backend, down_of, count, biases(lambda e: bias_of(e, 2).float())),
         shared,

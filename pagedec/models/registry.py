@@ -22,6 +22,7 @@ from pagedec.kernels.device import DeviceBackend
 from pagedec.models.architecture import OUTPUT, Architecture
 from pagedec.models.families import (
     dots1,
+    ernie4_5_moe,
     gemma2,
     gemma3,
     glm,
@@ -48,7 +49,7 @@ from pagedec.models.sharding import ShardedSource, part_of, sharded
 _log = logging.getLogger(__name__)
 
 DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
-MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, gpt_oss)
+MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, ernie4_5_moe, gpt_oss)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}

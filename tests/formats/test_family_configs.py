@@ -211,6 +211,7 @@ NEEDED: list[tuple[str, tuple[str, ...]]] = [
     ("glm", ("attention_bias", "rms_norm_eps")),
     ("gpt2", ("vocab_size", "n_embd", "n_head", "n_positions", "layer_norm_epsilon", "tie_word_embeddings")),
     ("qwen2", ("max_window_layers",)),
+    ("ernie4_5_moe", ("moe_num_shared_experts", "moe_norm_min", "moe_layer_end_index")),
     ("dots1", ("n_shared_experts", "num_experts_per_tok", "max_window_layers")),
 ]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.dummy import DummySource
+from pagedec.formats.source import RenamedSource
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.mixture import Mixture
@@ -101,6 +104,28 @@ def test_glm_with_more_dense_layers_than_there_are() -> None:
     assert read("glm4_moe", first_k_dense_replace=0).mlp_width == 0
 
 
+def test_the_mixture_of_ernie() -> None:
+    """Under names of its own, in all layers but the first."""
+    theirs, ours = AutoConfig.for_model("ernie4_5_moe", **SMALL), mixture("ernie4_5_moe")
+    choice = ours.choice
+    assert (choice.num_experts, choice.num_chosen) == (theirs.moe_num_experts, theirs.moe_k)
+    assert ours.width == theirs.moe_intermediate_size
+    assert ours.shared_width == ours.width * theirs.moe_num_shared_experts
+    assert ours.dense_layers == tuple(range(theirs.moe_layer_start_index)) and theirs.moe_layer_end_index == 5
+    assert mixture("ernie4_5_moe", moe_layer_start_index=2, moe_layer_end_index=4).dense_layers == (0, 1, 5)
+    assert mixture("ernie4_5_moe", moe_layer_interval=2).dense_layers == (0, 2, 4)
+    assert mixture("ernie4_5_moe", num_experts=9, num_experts_per_tok=3).choice.num_experts == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("glm4_moe", "model.layers.6.eh_proj.weight"), ("ernie4_5_moe", "model.mtp_linear_proj.0.weight")],
+)
+def test_what_predicts_further_tokens_is_passed_over(name: str, tensor: str) -> None:
+    stored = DummySource({tensor: (8, 4), "model.norm.weight": (4,)}, torch.float32)
+    assert RenamedSource(stored, read(name).renamed).names() == ["model.norm.weight"]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_local_experts": 0}, "num_experts is 0: must be an integer of at least 1"),
     ("mixtral", {"num_local_experts": 1025}, "num_experts is 1025: must be at most 1024"),
@@ -128,6 +153,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"n_shared_experts": 2**30}, "shared_expert_intermediate_size is 15.*: must be an integer from 0 to"),
     ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: must be an integer of at least 0"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0: must be a finite number greater than 0"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias is True: must be false: biases of the output are not supported"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1: must be from 0 to 1e-06"),
+    ("ernie4_5_moe", {"moe_norm_min": "x"}, "moe_norm_min is 'x': must be from 0 to 1e-06"),
+    ("ernie4_5_moe", {"moe_layer_start_index": [1, 1]}, r"moe_layer_start_index is \[1, 1\]: must be an integer, the"),
+    ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0: must be an integer of at least 1"),
+    ("ernie4_5_moe", {"moe_num_shared_experts": -1}, "moe_num_shared_experts is -1: must be an integer of at least 0"),
     ("dots1", {"n_group": 8}, "n_group is 8: must be 1: choices by groups of experts are not supported"),
     ("glm4_moe", {"use_qk_norm": "yes"}, "qk_norm is 'yes': must be true or false"),
 ]  # fmt: skip

@@ -15,10 +15,11 @@ import transformers
 FAMILIES: Mapping[str, str] = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3",
     "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "dots1": "Dots1", "gpt_oss": "GptOss",
+    "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "dots1": "Dots1",
+    "ernie4_5_moe": "Ernie4_5_Moe", "gpt_oss": "GptOss",
 }  # fmt: skip
 """How transformers' classes of a family begin."""
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "gpt_oss")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", "gpt_oss")
 VOCAB = 131
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -162,6 +163,11 @@ VARIANTS = (
             num_key_value_heads=2, sliding_window=None),
     variant("dots1-window-biases", "dots1", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
             moe_intermediate_size=37, sliding_window=11, max_window_layers=1, attention_bias=True),
+    variant("ernie4.5-moe", "ernie4_5_moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=40,
+            num_attention_heads=4, num_key_value_heads=2),
+    variant("ernie4.5-moe-some-dense", "ernie4_5_moe", moe_num_experts=5, moe_k=2, moe_intermediate_size=37,
+            moe_num_shared_experts=0, num_hidden_layers=4, moe_layer_start_index=0, moe_layer_end_index=2,
+            moe_layer_interval=2, tie_word_embeddings=True),
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ VARIANTS = (
     variant("qwen2-moe", "qwen2_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=37,
             shared_expert_intermediate_size=24),
     variant("glm4-moe", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    variant("ernie4.5-moe", "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=24),
 )  # fmt: skip
 
 
