@@ -56,13 +56,14 @@ MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.m
 GGUF_NAMES = {name: family for family in FAMILIES.values() for name in family.gguf_names}
 
 
-def _unknown(config: Mapping[str, Any]) -> InvalidArgument:
+def _unknown(config: Mapping[str, Any], model_impl: str) -> InvalidArgument:
     declared = config.get("architectures")
     if isinstance(declared, list) and declared:
         field, value, known = "architectures", declared[0], ARCHITECTURES
     else:
         field, value, known = "model_type", config.get("model_type"), MODEL_TYPES
-    return InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
+    where = " with model_impl='native'" if model_impl == "native" else ""  # else its modeling code may run it
+    return InvalidArgument(field, value, f"is not supported{where}; supported are {', '.join(known)}")
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
@@ -92,7 +93,7 @@ def from_hf_config(
     if family is not None and model_impl != "transformers":
         return family.read(config)
     if files is None or model_impl == "native":
-        raise _unknown(config)
+        raise _unknown(config, model_impl)
     return hosted_architecture(config, None if files.config is None else files.config.parent)
 
 

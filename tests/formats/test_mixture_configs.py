@@ -153,13 +153,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"n_shared_experts": 2**30}, "shared_expert_intermediate_size is 15.*: must be an integer from 0 to"),
     ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: must be an integer of at least 0"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0: must be a finite number greater than 0"),
-    ("ernie4_5_moe", {"use_bias": True}, "use_bias is True: must be false: biases of the output are not supported"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias is True: must be false: .*; model_impl='transformers' has them"),
     ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1: must be from 0 to 1e-06"),
     ("ernie4_5_moe", {"moe_norm_min": "x"}, "moe_norm_min is 'x': must be from 0 to 1e-06"),
     ("ernie4_5_moe", {"moe_layer_start_index": [1, 1]}, r"moe_layer_start_index is \[1, 1\]: must be an integer, the"),
     ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0: must be an integer of at least 1"),
     ("ernie4_5_moe", {"moe_num_shared_experts": -1}, "moe_num_shared_experts is -1: must be an integer of at least 0"),
-    ("dots1", {"n_group": 8}, "n_group is 8: must be 1: choices by groups of experts are not supported"),
+    ("dots1", {"n_group": 8}, "n_group is 8: must be 1: choices by .*; model_impl='transformers' has them"),
+    ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0: must be 1.702: .*; model_impl='transformers' has others"),
     ("glm4_moe", {"use_qk_norm": "yes"}, "qk_norm is 'yes': must be true or false"),
 ]  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_unknown_to_transformers(tmp_path: Path) -> None:
         LLM(str(tmp_path), skip_tokenizer_init=True)
     with pytest.raises(InvalidArgument, match="such code is not run"):
         look({**config, "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, tmp_path)
-    with pytest.raises(InvalidArgument, match="architectures is 'NoSuchForCausalLM': is not supported; supported are"):
+    with pytest.raises(InvalidArgument, match="'NoSuchForCausalLM': is not supported with model_impl='native'; supp"):
         LLM(str(tmp_path), skip_tokenizer_init=True, model_impl="native")
 
 

@@ -46,7 +46,8 @@ def _dense_layers(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 def read(config: Mapping[str, Any]) -> Architecture:
     values = merged(config, DEFAULTS)
     if values["use_bias"] is not False:
-        raise InvalidArgument("use_bias", values["use_bias"], "must be false: biases of the output are not supported")
+        limit = "must be false: biases of the output are not supported; model_impl='transformers' has them"
+        raise InvalidArgument("use_bias", values["use_bias"], limit)
     least, shared, width = (values[f"moe_{name}"] for name in ("norm_min", "num_shared_experts", "intermediate_size"))
     if not isinstance(least, int | float) or not 0 <= least <= MOST_NORM_MIN:
         raise InvalidArgument("moe_norm_min", least, f"must be from 0 to {MOST_NORM_MIN}")

@@ -31,7 +31,8 @@ def mixture(values: Mapping[str, Any], num_layers: int) -> Mixture:
     """Return the mixture that a configuration with the names of GLM-4.5's describes."""
     for field in ("n_group", "topk_group"):
         if values.get(field, 1) != 1:
-            raise InvalidArgument(field, values[field], "must be 1: choices by groups of experts are not supported")
+            limit = "must be 1: choices by groups of experts are not supported; model_impl='transformers' has them"
+            raise InvalidArgument(field, values[field], limit)
     shared, dense, width = values["n_shared_experts"], values["first_k_dense_replace"], values["moe_intermediate_size"]
     positive_int("n_shared_experts", shared)
     if not is_int(dense) or dense < 0:

@@ -39,7 +39,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         values["rope_scaling"] = YARN
     for field, wanted in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if values[field] != wanted:
-            limit = f"must be {wanted}: kernels have the activation of the published models"
+            limit = f"must be {wanted}: kernels have the published models'; model_impl='transformers' has others"
             raise InvalidArgument(field, values[field], limit)
     fields = base_fields(values)
     layers, bias = fields["num_layers"], values.get("attention_bias", True)
