@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 from pagedec.config import POOL_SIZES, EngineConfig, draft_config
 from pagedec.errors import InvalidArgument
+from pagedec.formats.awq_gptq import MXFP4
+from pagedec.formats.quantize import FORMS
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.blocks import LAYOUTS
+from pagedec.kernels.device import DeviceBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.sharding import cut_shape, part_of, sharded
 from pagedec.runtime.cache import block_bytes
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
     from pagedec.runtime.loading import LoadedModel
 
 WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "awq": 0.55}
-WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61, "mxfp4": 0.65}
+WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61, MXFP4: 18 / 32}
 """Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
+DEVICE_BYTES = 34 / 32
+"""Where a device has a format's values in 8 bits."""
 
 
 def memory_of(backend: Backend) -> Memory:
@@ -33,9 +39,20 @@ def weight_bytes(arch: Architecture, backend: Backend) -> int:
     """About how much memory the weights take in a backend's form, of a rank those that it has."""
     link = backend.link
     cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
-    num_weights = sum(math.prod(cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
-    each = backend.dtype.itemsize if backend.quantization is None else WEIGHT_BYTES.get(backend.quantization, 1)
-    return int(num_weights * each)
+    own = ((name, cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
+    return int(sum(math.prod(shape) * _bytes_each(name, shape, backend) for name, shape in own))
+
+
+def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend) -> float:
+    """Of a weight: what no block divides stays in the dtype, and so does all but experts where these are in MXFP4."""
+    kind, whole = backend.quantization, backend.dtype.itemsize
+    if kind is None or (kind in FORMS and shape[-1] % FORMS[kind].group):
+        return whole
+    if kind == MXFP4 and not (".experts." in name and len(shape) == 2):
+        return whole
+    if kind == MXFP4 and isinstance(backend, DeviceBackend) and not LAYOUTS[MXFP4].on_devices:
+        return DEVICE_BYTES
+    return WEIGHT_BYTES.get(kind, 1)
 
 
 def bytes_of_a_block(loaded: LoadedModel, config: EngineConfig) -> int:

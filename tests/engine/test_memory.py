@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedec.config import CacheConfig
 from pagedec.errors import InvalidArgument
+from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.models.presets import PRESETS
+from pagedec.models.registry import from_hf_config
 from pagedec.runtime.memory import Memory, available_memory, sources
 from pagedec.runtime.pool import KvPool, choose_pool
+from pagedec.runtime.sizes import weight_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 MEMINFO = """\
@@ -250,3 +255,15 @@ def test_what_a_small_pool_is_told() -> None:
         "100 blocks, 1600 tokens, 100.0 MiB (as num_blocks says): give it more with num_blocks, kv_cache_memory or "
         "memory_utilization, or lower max_model_len"
     )
+
+
+@pytest.mark.parametrize(
+    ("quantization", "gib"),
+    [(None, 38.96), ("int8", 19.48), ("mxfp4", 13.37), ("int4", 10.96), ("int4_128", 38.57)],
+)
+def test_what_weights_take(quantization: str | None, gib: float) -> None:
+    """Of gpt-oss-20b in bfloat16: 19 of its 21 billion weights are experts', and rows of 2,880 are no multiple of 128:
+    of what int4_128 divides there is the projection behind attention alone."""
+    arch = from_hf_config(PRESETS["gpt-oss-20b"])
+    size = weight_bytes(arch, ReferenceBackend(torch.bfloat16, quantization))
+    assert size / GIB == pytest.approx(gib, abs=0.01)
