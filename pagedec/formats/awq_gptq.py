@@ -29,8 +29,8 @@ LAYOUT_FIELDS = {"awq": ("version", "format", "checkpoint_format"), "gptq": ("ch
 """By what names configurations say how weights are packed: it depends on what has written them."""
 ONES = 0x11111111  # 1 in each of eight values of 4 bits
 MXFP4 = "mxfp4"
-"""Experts in 4 bits with a power of two for each 32 (OCP Microscaling, 2023), as gpt-oss is published: no family of our
-own has them, and transformers makes numbers of them."""
+"""Experts in 4 bits with a power of two for each 32 (OCP Microscaling, 2023), as gpt-oss is published: read by its
+family (stacked_experts.py); transformers makes numbers of them."""
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
