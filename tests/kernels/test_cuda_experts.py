@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagedec.kernels.blocks import LAYOUTS
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.experts import ExpertChoice, Routes
 from pagedec.kernels.library import EMULATED_DEVICE, Context, Library, load
@@ -22,7 +23,7 @@ from tests.kernels.test_experts import COUNT, KINDS, numbers, products, routed
 
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 SOME = 10
-"""Blocks with which tiles of `uneven(70, 20)` are of 64 x 64; with LARGE and SMALL they are as in test_cuda_gemm.py."""
+"""Blocks with which tiles of `uneven(70, 17)` are of 64 x 64; with LARGE and SMALL they are as in test_cuda_gemm.py."""
 ALL_KINDS = {**KINDS, "fp16": (torch.float16, None, numbers)}
 NAMES = ("first", "chosen", "places", "weights", "sorted")
 
@@ -34,11 +35,13 @@ class Backend(NativeBackend):
 
 
 def uneven(rows: int, most: int, seed: int = 1) -> Tensor:
-    """Logits of rows that choose experts 2 and 9, all of them, and the first `most` expert 4; the others spread."""
+    """Logits of rows that choose experts 2 and 9, all of them, and as a third one the first `most` expert 4, the next
+    `most` - 1 expert 5, and others whom they like."""
     logits = normal(rows, COUNT, seed=seed)
     logits[:, [2, 9]] += 20.0
-    logits[:most, 4] += 10.0
-    logits[most:, 4] -= 10.0
+    logits[:, [4, 5]] -= 10.0
+    logits[:most, 4] += 20.0
+    logits[most : 2 * most - 1, 5] += 20.0
     return logits
 
 
@@ -82,10 +85,11 @@ def test_rows_are_copied_whole_or_value_by_value(emulated: Library) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "int8_weight_only", "q4_k", "q6_k", "q8_0"])
 @pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
 def test_each_number_of_rows_is_some_kernels(emulated: Library, kind: str, blocks: int) -> None:
-    """70 rows of two experts, 20 of a third, and a few of each other: tiles of all widths beside panels of few rows."""
+    """70 rows of two experts, of two others one more than few and as many as these, and a few of the rest: tiles of all
+    widths beside panels of few rows."""
     dtype, quantization, make = ALL_KINDS[kind]
     backend = Backend(emulated, dtype, quantization=quantization, num_threads=blocks)
-    y, own = products(backend, make, quantization, uneven(70, 20), gated=False)
+    y, own = products(backend, make, quantization, uneven(70, 33 if kind in LAYOUTS else 17), gated=False)
     assert same_bits(y, own)
 
 
