@@ -94,6 +94,7 @@ def test_the_window_of_the_others() -> None:
     """Of Qwen3 in all layers where it is switched on, of Mixtral wherever it is said."""
     assert [read("qwen3_moe", **WINDOW).window(i, 64) for i in range(6)] == [8] * 6
     assert read("qwen3_moe", sliding_window=8).sliding_window is None
+    assert read("qwen3_moe", **{**WINDOW, "sliding_window": None}).sliding_window is None
     assert [read("mixtral", sliding_window=8).window(i, 64) for i in range(6)] == [8] * 6
     assert read("mixtral").sliding_window is None and read("glm4_moe", sliding_window=8).sliding_window is None
 

@@ -28,7 +28,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     num_experts = values.get("num_local_experts", values.get("num_experts", 128))  # as transformers 5 writes it, and 4
     choice = ExpertChoice(num_experts, values["num_experts_per_tok"], normalize=values.get("norm_topk_prob", False))
     mixture = Mixture(choice, values["moe_intermediate_size"], 0, dense_layers(values, fields["num_layers"]))
-    window = values["sliding_window"] if values.get("use_sliding_window") else None
+    window = values.get("sliding_window") if values.get("use_sliding_window") else None
     return Architecture(
         "qwen3_moe",
         **fields,
