@@ -3,11 +3,13 @@ weights in transformers' modeling code over our attention, all taking turns in o
 
     python benchmarks/experts.py [--layers 4] [--experts 128] [--chosen 8] [--width 768] [--forms bf16 int8 gguf]
                                  [--batch 1 4 16 64] [--rounds 15] [--prefill 512] [--hosted]
+    python benchmarks/experts.py --preset gpt-oss-20b --layers 24 --forms mxfp4 --batch 1 8
 
-The model has the shape of Qwen3-30B-A3B with fewer layers and a small vocabulary, and random weights. "step" gives each
-sequence a token; "read" is a plain read of the weights that all rows take and of the experts that the batch chose in
-its last step's last layer, counted for every layer, and of KV. "hosted" runs with `model_impl="transformers"`, from a
-file of the same weights, in bf16.
+The model has the shape of Qwen3-30B-A3B with fewer layers and a small vocabulary, or a preset's, and random weights. A
+form is a value of `quantization`, or bf16; mxfp4 is that of a preset that has it. "step" gives each sequence a token;
+"read" is a plain read of the weights that all rows take and of the experts that the batch chose in its last step's last
+layer, counted for every layer, and of KV. "hosted" runs with `model_impl="transformers"`, from a file of the same
+weights, in bf16.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ from pagedec import LLM
 from pagedec.formats.dummy import DummySource
 from pagedec.kernels.arena import Arena
 from pagedec.kernels.native_weight import NativeExperts
+from pagedec.models.presets import PRESETS
 from pagedec.models.registry import from_hf_config
 
 VOCAB = 32000
 
 
 def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.preset is not None:
+        return {**PRESETS[arguments.preset], "num_hidden_layers": arguments.layers}
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": VOCAB, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": arguments.layers, "num_attention_heads": 32,
@@ -136,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (("layers", 4), ("experts", 128), ("chosen", 8), ("width", 768)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--preset", choices=[name for name, values in PRESETS.items() if "num_experts_per_tok" in values])
     parser.add_argument("--forms", nargs="+", default=["bf16", "int8", "gguf"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a sequence before it decodes")
