@@ -141,7 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (("layers", 4), ("experts", 128), ("chosen", 8), ("width", 768)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--preset", choices=[name for name, values in PRESETS.items() if "num_experts_per_tok" in values])
+    parser.add_argument(
+        "--preset", choices=[name for name, values in PRESETS.items() if "num_experts_per_tok" in values]
+    )
     parser.add_argument("--forms", nargs="+", default=["bf16", "int8", "gguf"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a sequence before it decodes")
