@@ -180,6 +180,7 @@ def products(
     return y[: rows * 3], own[: rows * 3]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
