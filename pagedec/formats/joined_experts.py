@@ -5,29 +5,26 @@ where `save_original_format` is off: `experts.gate_up_proj` [experts, 2 * width,
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
 
 from pagedec.errors import ModelFileError
+from pagedec.formats.sliced import SlicedSource
 from pagedec.formats.source import WeightSource
-from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.experts import MAX_EXPERTS
 
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
-class JoinedExperts:
+class JoinedExperts(SlicedSource):
     """A checkpoint with a tensor for each projection of each expert, whether it has them so or joined: rows of what is
     stored. `parts`: what gate, up and down projections are called."""
 
     def __init__(
         self, source: WeightSource, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     ) -> None:
-        self._source, self._parts = source, parts
-        self._stored: dict[str, tuple[str, int, str]] = {}
-        """Of each expert's tensor: the stack, the expert, and its part."""
-        self._names: list[str] = []
+        super().__init__(source)
+        self._parts = parts
         for name in source.names():
             match = _STACK.fullmatch(name)
             if match is None:
@@ -47,15 +44,6 @@ class JoinedExperts:
                 self._stored[own] = stack, expert, part
                 self._names.append(own)
 
-    @property
-    def path(self) -> Path:
-        """Return the path of the source behind."""
-        return self._source.path
-
-    def names(self) -> list[str]:
-        """Return the names of single experts' tensors and of all others, in the order of the file."""
-        return self._names
-
     def _rows(self, name: str) -> slice:
         stack, _, part = self._stored[name]
         count, gate_up = self._source.shape(stack)[1], self._parts[:2]
@@ -63,28 +51,10 @@ class JoinedExperts:
             return slice(0, count)
         return slice(0, count // 2) if part == gate_up[0] else slice(count // 2, count)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading it."""
-        if name not in self._stored:
-            return self._source.shape(name)
+    def _sliced_shape(self, name: str) -> tuple[int, ...]:
         rows = self._rows(name)
         return rows.stop - rows.start, self._source.shape(self._stored[name][0])[2]
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `load` gives."""
-        return self._source.dtype(self._stored.get(name, (name, 0, ""))[0])
-
-    def load(self, name: str) -> torch.Tensor:
-        """Return the tensor; it may be a view of a file mapping, so treat it as read-only."""
-        if name not in self._stored:
-            return self._source.load(name)
+    def _slice(self, name: str) -> torch.Tensor:
         stack, expert, _ = self._stored[name]
         return self._source.load(stack)[expert, self._rows(name)]
-
-    def blocks(self, name: str) -> Blocks | None:
-        """Return a matrix in the small integers that it is stored in, None where it is stored as numbers."""
-        return None if name in self._stored else self._source.blocks(name)
-
-    def release(self) -> None:
-        """Give up the memory of what was read."""
-        self._source.release()

@@ -8,11 +8,11 @@ inputs / 32], exponents of 2 with 127 added (OCP Microscaling Formats 1.0, 2023)
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
 
 from pagedec.errors import ModelFileError
+from pagedec.formats.sliced import SlicedSource
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.blocks import Blocks, mxfp4_blocks
 from pagedec.kernels.experts import MAX_EXPERTS
@@ -32,15 +32,12 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (torch.tensor(E2M1)[pairs.long()] * torch.exp2(exponents).float()[:, :, None]).flatten(1)
 
 
-class StackedExperts:
+class StackedExperts(SlicedSource):
     """Such a checkpoint, with a tensor for each projection of each expert, under names as other mixtures have them:
     slices of what is stored."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self._stored: dict[str, tuple[str, int, str]] = {}
-        """Of each expert's tensor: the stack, the expert, and which of a stack's outputs are its own."""
-        self._names: list[str] = []
+        super().__init__(source)
         stored = set(source.names())
         for name in source.names():
             match = _STACK.fullmatch(name)
@@ -64,19 +61,7 @@ class StackedExperts:
                 self._stored[own] = stack, expert, part
                 self._names.append(own)
 
-    @property
-    def path(self) -> Path:
-        """Return the path of the source behind."""
-        return self._source.path
-
-    def names(self) -> list[str]:
-        """Return the names of single experts' tensors and of all others, in the order of the file."""
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading it."""
-        if name not in self._stored:
-            return self._source.shape(name)
+    def _sliced_shape(self, name: str) -> tuple[int, ...]:
         stack, _, part = self._stored[name]
         shape = self._source.shape(stack)
         is_bias, is_coded = name.endswith(".bias"), stack.endswith(CODES)
@@ -88,13 +73,12 @@ class StackedExperts:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `load` gives."""
-        stack = self._stored.get(name, (name, 0, ""))[0]
-        return torch.float32 if stack.endswith(CODES) else self._source.dtype(stack)
+        return torch.float32 if self._is_coded(name) else super().dtype(name)
 
-    def load(self, name: str) -> torch.Tensor:
-        """Return the tensor; it may be a view of a file mapping, so treat it as read-only."""
-        if name not in self._stored:
-            return self._source.load(name)
+    def _is_coded(self, name: str) -> bool:
+        return name in self._stored and self._stored[name][0].endswith(CODES)
+
+    def _slice(self, name: str) -> torch.Tensor:
         stack, expert, part = self._stored[name]
         if stack.endswith(CODES):
             return dequantized(*self._codes(name))
@@ -116,13 +100,7 @@ class StackedExperts:
     def blocks(self, name: str) -> Blocks | None:
         """Return a matrix in the small integers that it is stored in, None where it is stored as numbers, or has scales
         that our blocks do not hold."""
-        if not self._stored.get(name, (name,))[0].endswith(CODES):
-            return None
-        return mxfp4_blocks(*self._codes(name))
-
-    def release(self) -> None:
-        """Give up the memory of what was read."""
-        self._source.release()
+        return mxfp4_blocks(*self._codes(name)) if self._is_coded(name) else super().blocks(name)
 
 
 def _rows(outputs: torch.Tensor, part: str) -> torch.Tensor:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.formats.stacked_experts import dequantized
+from pagedec.formats.dummy import DummySource
+from pagedec.formats.stacked_experts import StackedExperts, dequantized
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import BlockFormat, Quantization, available_isas, load, loadable_isas
 from pagedec.kernels.native import NativeBackend
@@ -79,6 +80,16 @@ def test_dummy_experts_are_in_it_and_nothing_else(checkpoint: Coded, tmp_path: P
                 assert weight.each.segments is not None and weight.each.segments[0].format == BlockFormat.MXFP4
             else:
                 assert weight.quantization == Quantization.PLAIN
+
+
+def test_what_is_no_expert_s_is_passed_on_as_it_is() -> None:
+    query, stack = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj"
+    source = DummySource({query: (64, 256), stack: (2, 256, 64)}, torch.float32)
+    adapted, blocks = StackedExperts(source), source.blocks(query)
+    assert adapted.names() == [query, *(f"{stack[:-9]}{e}.down_proj.weight" for e in range(2))]
+    own = adapted.blocks(query)
+    assert own is not None and blocks is not None and torch.equal(own.data, blocks.data)
+    assert adapted.blocks(adapted.names()[1]) is None and adapted.shape(adapted.names()[1]) == (64, 256)
 
 
 def test_scales_that_blocks_do_not_hold_make_numbers(checkpoint: Coded, tmp_path: Path) -> None:
