@@ -71,7 +71,7 @@ class Layers:
         codes = int(self.device.code), int(self.y_code), int(Epilogue.STORE), int(self.quantization)
         ahead = (None, 0) if following is None else (following.data_ptr(), self.num_bytes)
         segments = (None, 0) if self.segment is None else (ctypes.addressof(self.segment), 1)
-        return GemmArgs(*places, self.n, self.k, *codes, *ahead, *segments)
+        return GemmArgs(*places, self.n, self.k, *codes, *ahead, *segments, len(self.x))
 
     def timing(self, rows: int) -> Timing:
         self.device.memory.write(self.count, np.array([rows], np.int32))

@@ -42,8 +42,8 @@ class Few {
         whole_q_(memory.part<Words>(kQueryAt, kTileRows * kQueryStride * 2 / 16)),
         p_of_(memory.part<uint32_t>(kProbabilityAt, kTileRows * kProbabilityStride / 2)) {}
 
-  // Of spans i .. last - 1 those that have few rows.
-  PD_DEVICE void run(int i, int last);
+  // Of spans i .. last - 1 those that have few rows; whether others have more.
+  PD_DEVICE bool run(int i, int last);
 
  private:
   struct Side {  // what a span is to those who bring its units, and to those who compute them
@@ -85,7 +85,7 @@ class Few {
   const SharedArray<uint32_t> p_of_;      // probabilities, pairs
   Side brought_, now_;
   UnitAhead<S> ahead_;
-  bool has_ahead_;
+  bool has_ahead_, has_many_ = false;
   int unit_, units_end_;  // that are left of the span that is brought
   int brought_span_, last_span_;
   uint32_t fragments_[kKept][4];          // of queries
@@ -112,8 +112,7 @@ PD_DEVICE bool Few<S>::open(Side &side, int i) const {
 template <class S>
 PD_DEVICE void Few<S>::look_ahead() {
   if (unit_ == units_end_) {
-    do brought_span_++;
-    while (brought_span_ < last_span_ && !open(brought_, brought_span_));
+    while (++brought_span_ < last_span_ && !open(brought_, brought_span_)) has_many_ = true;
     has_ahead_ = brought_span_ < last_span_;
     if (!has_ahead_) return;
     const plan::Span &span = *brought_.rows.span;
@@ -352,10 +351,10 @@ PD_DEVICE void Few<S>::run_span(int &stage) {
 }
 
 template <class S>
-PD_DEVICE void Few<S>::run(int i, int last) {
+PD_DEVICE bool Few<S>::run(int i, int last) {
   unit_ = units_end_ = 0, brought_span_ = i - 1, last_span_ = last;
   look_ahead();
-  if (!has_ahead_) return;
+  if (!has_ahead_) return has_many_;
   sync_block();  // of what had the memory before
   await_kernels();
   stages_.clear_columns(w_.few_stages, w_.head_dim, (const M *)w_.k_cache);
@@ -363,6 +362,7 @@ PD_DEVICE void Few<S>::run(int i, int last) {
   if (w_.few_stages > 1) await_all_but<kMostStages - 2>(w_.few_stages - 2);
   for (int stage = 0; i < last; i++)
     if (open(now_, i)) run_span(stage);
+  return has_many_;
 }
 
 }  // namespace

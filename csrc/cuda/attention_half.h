@@ -23,7 +23,9 @@ template <class S, bool kFew, bool kMany>
 PD_KERNEL_BLOCKS(kThreads, kBlocksAtATime) half_kernel(Work w) {
   LAUNCHED_SHARED(memory);
   let_next_begin();
-  if constexpr (kFew) each_share(w, [&](int i, int last) { Few<S>(w, memory).run(i, last); });
+  bool has_many = !kFew;
+  if constexpr (kFew) each_share(w, [&](int i, int last) { has_many |= Few<S>(w, memory).run(i, last); });
+  if (!has_many) return await_kernels();
   if constexpr (kFew && kMany) sync_block();  // what both need is found anew: kept, it would take registers
   if constexpr (kMany)
     each_share(w, [&](int i, int last) {

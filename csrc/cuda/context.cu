@@ -73,11 +73,10 @@ bool begin(pd_context &c, int32_t device) {
   if (check_code(device)) return false;
   cudaStream_t stream = nullptr;
   cudaError_t error = cudaDeviceGetAttribute(&c.num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  int shared_bytes = 0, cache_bytes = 0;
+  int shared_bytes = 0;
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device);
-  c.max_shared_bytes = shared_bytes, c.cache_bytes = cache_bytes;
+  c.max_shared_bytes = shared_bytes;
   int major = 0, minor = 0;
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);

@@ -47,7 +47,6 @@ struct pd_context : pagedec::Target {
   } written[64] = {};
   unsigned num_written = 0;  // ever, so that the next one takes the room of the oldest
   bool is_for_few = false;  // what is being recorded: linear layers of few rows have one kernel
-  const void *between = nullptr;  // the plan, on the device, of attention that follows a linear layer, if some does
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
   pagedec::DeviceMemory carried, answers;  // arrays of a call that pd_roll makes, and what it gives

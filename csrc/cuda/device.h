@@ -107,8 +107,6 @@ PD_DEVICE T load_whole(const void *p) {
   memcpy(&x, &whole, sizeof x);
   return x;
 }
-// Brings the 128 bytes there to the second cache: a hint.
-PD_DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Of kernels that launch_early() puts into the stream (launch.h). What the next one does before it waits may begin now;
 // and until all kernels before this one are through and what they have written is seen, which every thread of such a
 // kernel calls, whatever else it does. The instructions are SM90's: elsewhere nothing begins early.
@@ -189,7 +187,6 @@ inline T load_whole(const void *p) {
   memcpy(&x, p, sizeof x);
   return x;
 }
-inline void prefetch_line(const void *) {}
 inline void let_next_begin() {}
 using emulate::await_kernels;
 inline uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) {

@@ -4,12 +4,9 @@
 //          the ends of chunks and panels, and waits for nobody: at few rows a layer is its weights, which lie in the
 //          order in which they are read. Chunks' sums meet in shared memory.
 // Rows     W is what tensor cores take 16 rows of, x what they take 8 columns of: 8, 16 or 32 rows are 1, 2 or 4 tiles.
-#include <algorithm>
-
 #include "cuda/gemm.h"
 #include "cuda/gemm_experts.h"
 #include "cuda/gemm_weight_only.h"
-#include "plan/words.h"
 
 namespace pagedec::gemm {
 namespace {
@@ -18,16 +15,17 @@ constexpr int kBlocks = 1;  // of a multiprocessor, which has room for one more:
 // Of a block; on some devices (SM86, SM89, SM120) it has no more.
 constexpr int kSharedBytes = 99 << 10;
 constexpr int kChunkSteps = kChunk / kStep, kPieces = kStep / 8;  // pieces: of 16 bytes, of a row in a step
-constexpr int kPartialStride = kPanel + 1;                        // of a row of a chunk's sums
 constexpr int kLargestTiles = kFewRows / 8;
-constexpr int kAhead = 3;  // of the second cache the share that what is read ahead may take
 
 // How shared memory is divided.
 template <int kTiles, bool kBytes>
 struct Room {
   static constexpr int kRows = 8 * kTiles;
   static constexpr int kSlots = kTiles == 1 ? 2 * kWarps : kWarps;  // of chunks' sums
-  static constexpr int kSums = kSlots * kRows * kPartialStride;
+  // Of a row of a chunk's sums: what lanes write at a time, eight outputs of four rows, meets no bank twice, and of 32
+  // rows, which have no room for that, few.
+  static constexpr int kStride = kPanel + (kTiles <= 2 ? 4 : 3);
+  static constexpr int kSums = kSlots * kRows * kStride;
   static constexpr int kWPieces = kPanel * kPieces / (kBytes ? 2 : 1), kStagePieces = kWPieces + kRows * kPieces;
   static constexpr int kDepth = (kSharedBytes - 4 * kSums) / (kWarps * kStagePieces * (int)sizeof(Eight));
   static_assert(kDepth >= 2);
@@ -162,24 +160,9 @@ class Stream {
   int stage_ = 0;        // that is multiplied next
 };
 
-// While kernels run that are none of weights, and while blocks of this one end, memory would be idle: the second cache
-// takes what comes first of the next layer's weights, a part of it from each block that is through with its own.
-PD_DEVICE void read_ahead(const pd_gemm_args &a, int bytes) {
-  constexpr int kLine = 128;
-  const int step = num_grid_blocks() * kThreads * kLine;
-  for (int at = (block_index() * kThreads + thread_index()) * kLine; at < bytes; at += step)
-    prefetch_line((const char *)a.next_packed + at);
-}
-
-// What attention reads in between, which pushes out of the second cache what came before it.
-PD_DEVICE int64_t cache_bytes(const plan::Header &h) {
-  return (int64_t)h.units.count * TILE * h.kv_heads * h.head_dim * 4;  // K and V, two bytes a value
-}
-
 // All panels, for kRows rows at a time.
 template <class E, int kTiles, bool kBytes, bool kAligned, class Items>
-PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_item, int bytes_ahead,
-                         const SharedMemory &memory) {
+PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_item, const SharedMemory &memory) {
   using R = Room<kTiles, kBytes>;
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const auto partial = memory.part<float>(0, R::kSums);
@@ -187,7 +170,6 @@ PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_it
       a, items, first_item, memory.part<Eight>(4 * R::kSums, kWarps * R::kDepth * R::kStagePieces));
   stream.begin();
   const int num_chunks = stream.num_chunks();
-  if (first_item >= items.number) read_ahead(a, bytes_ahead);
   for (int item = first_item; item < items.number; item += num_grid_blocks()) {
     // Outputs of a thread: column `lane` of rows warp, warp + 8, ...
     float own[kTiles] = {}, before[kTiles] = {};
@@ -206,7 +188,7 @@ PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_it
         PD_ROLLED for (int step = stream.steps_of(chunk); step > 0; step--) stream.multiply(sums);
         PD_UNROLL for (int i = 0; i < 8 * kTiles; i++) {
           const int half = i / 4 / kTiles, tile = i / 4 % kTiles, output = 16 * half + i % 4 / 2 * 8 + g;
-          partial[((chunk - first) * R::kRows + 8 * tile + 2 * t + i % 2) * kPartialStride + output] =
+          partial[((chunk - first) * R::kRows + 8 * tile + 2 * t + i % 2) * R::kStride + output] =
               sums[half][tile][i % 4];
         }
       }
@@ -214,10 +196,9 @@ PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_it
       PD_UNROLL_BY(4)
       for (int slot = 0; slot < stop - first; slot++)
         PD_UNROLL for (int i = 0; i < kTiles; i++)
-          own[i] = own[i] + partial[(slot * R::kRows + warp + 8 * i) * kPartialStride + lane];
+          own[i] = own[i] + partial[(slot * R::kRows + warp + 8 * i) * R::kStride + lane];
       sync_block();
     }
-    if (item + num_grid_blocks() >= items.number) read_ahead(a, bytes_ahead);
     const auto found = items.find(item);
     if constexpr (!Items::kIsKnown) place.set(found);  // now: until here it would take registers
     const float scale = kBytes ? weight_scales(found.a)[place.panel * kPanel + lane] : 1.0f;
@@ -230,37 +211,35 @@ PD_DEVICE void run_items(const pd_gemm_args &a, const Items &items, int first_it
 }
 
 template <class E, int kTiles, bool kBytes, bool kAligned>
-PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, int bytes_ahead, const SharedMemory &memory) {
+PD_DEVICE void run_panels(const pd_gemm_args &a, int num_rows, const SharedMemory &memory) {
   const OneLayer items{a, num_rows, Panels<8 * kTiles>::of(num_rows, a.n)};
-  run_items<E, kTiles, kBytes, kAligned>(a, items, block_index(), bytes_ahead, memory);
+  run_items<E, kTiles, kBytes, kAligned>(a, items, block_index(), memory);
 }
 
 template <class E, bool kBytes>
-PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) gemm_few_kernel(pd_gemm_args a, int most_rows, int bytes_ahead,
-                                                                 const plan::Header *between) {
+PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) gemm_few_kernel(pd_gemm_args a, int most_rows) {
   let_next_begin();
   LAUNCHED_SHARED(memory);
   const int num_rows = *a.num_rows;  // which no kernel writes either
   if (num_rows > most_rows) return await_kernels();
-  if (between && cache_bytes(*between) > bytes_ahead) bytes_ahead = 0;
-  if (!is_aligned(a.x, a.k)) run_panels<E, kLargestTiles, kBytes, false>(a, num_rows, bytes_ahead, memory);
-  else if (num_rows <= 8) run_panels<E, 1, kBytes, true>(a, num_rows, bytes_ahead, memory);
-  else if (num_rows <= 16) run_panels<E, 2, kBytes, true>(a, num_rows, bytes_ahead, memory);
-  else run_panels<E, kLargestTiles, kBytes, true>(a, num_rows, bytes_ahead, memory);
+  if (!is_aligned(a.x, a.k)) run_panels<E, kLargestTiles, kBytes, false>(a, num_rows, memory);
+  else if (num_rows <= 8) run_panels<E, 1, kBytes, true>(a, num_rows, memory);
+  else if (num_rows <= 16) run_panels<E, 2, kBytes, true>(a, num_rows, memory);
+  else run_panels<E, kLargestTiles, kBytes, true>(a, num_rows, memory);
 }
 
 // The panels of experts with so many rows, behind `before` others of this kernel; and how many these are.
 template <class E, int kTiles, bool kBytes, bool kAligned>
 PD_DEVICE int run_experts(const pd_experts_args &a, int least, int most, int before, const SharedMemory &memory) {
   const Experts<Panels<8 * kTiles>> items(a, least, most);
-  run_items<E, kTiles, kBytes, kAligned>(a.gemm, items, first_item(before), 0, memory);
+  run_items<E, kTiles, kBytes, kAligned>(a.gemm, items, first_item(before), memory);
   return items.number;
 }
 
 // Each expert by the tiles that its rows need: the fewer these are, the more weights are under way. More than two tiles
 // of rows would spill.
 template <class E, bool kBytes>
-PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) experts_few_kernel(pd_experts_args a, int most_rows, int bytes_ahead) {
+PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) experts_few_kernel(pd_experts_args a, int most_rows) {
   let_next_begin();
   LAUNCHED_SHARED(memory);
   const int num_rows = *a.gemm.num_rows;  // no expert has more
@@ -272,12 +251,6 @@ PD_KERNEL_BLOCKS(kThreads, kBlocks + 1) experts_few_kernel(pd_experts_args a, in
     const int before = run_experts<E, 1, kBytes, true>(a, 1, 8, 0, memory);
     if (num_rows > 8) run_experts<E, 2, kBytes, true>(a, 9, most_rows, before, memory);
   }
-  read_ahead(a.gemm, bytes_ahead);
-}
-
-// Of the next layer's weight; in front of experts none are, since nobody knows yet which of them will have rows.
-int bytes_ahead(const pd_context &c, const pd_gemm_args &a) {
-  return a.next_packed ? (int)std::min(a.next_bytes, target(c).cache_bytes / kAhead) : 0;
 }
 
 }  // namespace
@@ -287,7 +260,7 @@ int enqueue_few(pd_context &c, const pd_gemm_args &a, int most_rows) {
   const auto of_bf16 = is_bytes ? gemm_few_kernel<bf16, true> : gemm_few_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_few_kernel<fp16, true> : gemm_few_kernel<fp16, false>;
   return launch_early(c, "pd_gemm", a.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, kBlocks, kSharedBytes), a,
-                      most_rows, bytes_ahead(c, a), (const plan::Header *)plan_between(c));
+                      most_rows);
 }
 
 int enqueue_experts_few(pd_context &c, const pd_experts_args &a, int most_rows) {
@@ -297,7 +270,7 @@ int enqueue_experts_few(pd_context &c, const pd_experts_args &a, int most_rows) 
   // Where k has so few chunks that half the warps have none, a second block has as much under way.
   const int blocks = a.gemm.k <= kWarps / 2 * kChunk ? 2 * kBlocks : kBlocks;
   return launch_early(c, "pd_experts", a.gemm.dtype == PD_F16 ? of_fp16 : of_bf16, Grid(kThreads, blocks, kSharedBytes),
-                      a, most_rows, bytes_ahead(c, a.gemm));
+                      a, most_rows);
 }
 
 }  // namespace pagedec::gemm

@@ -5,10 +5,11 @@
 // Bits     are those of every other kernel: an instruction's group of 16 of k is theirs, and so are chunks. A thread
 //          has each of its outputs three times: the sum of the chunks before, and those of two chunks in turns, of
 //          which one is added while the other is multiplied. So a group's tile is 64 x 128 at most.
-// Stages   64 of k: W by groups [2 steps][outputs / 8][4 pieces][8], as it lies in memory, 16 bytes each, so that eight
-//          outputs of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces
-//          change places with its number (swizzle_row). An engine brings both, as tensors of which it is told where
-//          they end, but for where rows end, which only the device knows: there threads copy x by 16 bytes.
+// Stages   64 of k: W [2 steps][outputs / 8][4 pieces][8], as it lies in memory, 16 bytes each, so that eight outputs
+//          of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces change places
+//          with its number (swizzled_operand). An engine brings each in one piece, as tensors of which it is told where
+//          they end. Only the device knows where rows end: those behind, as many as there is memory of, are multiplied,
+//          too, whatever they are, and become nothing.
 #include "cuda/gemm_tiles.h"
 #include "cuda/tensor_map.h"
 #include "cuda/warpgroup.h"
@@ -16,40 +17,37 @@
 namespace pagedec::gemm {
 namespace {
 
-constexpr int kGroups = 2, kGroupOutputs = 64, kCluster = 2;
+constexpr int kGroups = 2, kGroupOutputs = 64;
 constexpr int kBlockThreads = (kGroups + 1) * kGroupThreads;  // one copies
 // Of a thread: three times 64 sums, and what a block's others then leave.
-constexpr int kProductRegisters = 232, kCopyRegisters = 40;
+constexpr int kProductRegisters = 224, kCopyRegisters = 56;
 constexpr int kStageSteps = 2, kStageK = kStageSteps * kStep, kChunkStages = kChunk / kStageK;
 constexpr int kStepPieces = kStep / 8, kPieces = kStageK / 8;
 constexpr int kPieceBytes = 16, kMatrixBytes = 8 * kPieceBytes, kPanelStepBytes = kPanel * kStepPieces * kPieceBytes;
 constexpr int kGroupPanels = kGroupOutputs / kPanel, kGroupBytes = kStageSteps * kGroupPanels * kPanelStepBytes;
-constexpr int kBoxRows = 64, kRowBytes = kStageK * 2, kBoxBytes = kBoxRows * kRowBytes;  // that come together
+constexpr int kBoxRows = 64, kRowBytes = kStageK * 2;
 static_assert(kRowBytes == kSwizzledRow && kPieces * kPieceBytes == kRowBytes);
 constexpr int kStageRoom = 192 << 10, kMostStages = 12;
 // Of sums, on their way to y; rows begin where lanes that write them meet no bank twice.
 constexpr int kSlabRows = 32, kSlabStride = kPanel + 4, kSlab = kGroupOutputs / kPanel * kSlabRows * kSlabStride;
 constexpr int64_t kSlabsAt = kStageRoom, kBarriersAt = kSlabsAt + kGroups * kSlab * (int64_t)sizeof(float);
-constexpr int64_t kSharedBytes = kBarriersAt + 2 * kMostStages * (int64_t)sizeof(uint64_t);
+constexpr int kBarriers = 2 * kMostStages;
+constexpr int64_t kSharedBytes = kBarriersAt + kBarriers * (int64_t)sizeof(uint64_t);
 
-// kTogether: blocks that share the weights of tiles of other rows, each of which brings all of them some.
-template <int kActiveGroups, int kTileRows, int kTogether = 1>
+template <int kActiveGroups, int kTileRows>
 struct GroupShape {
   static constexpr int kActive = kActiveGroups, kRows = kTileRows, kOutputs = kActive * kGroupOutputs;
-  static constexpr int kShare = kTogether;
-  static_assert(kShare == 1 || kShare == kActive);
   static constexpr int kOwn = kRows / 2;  // of a thread
   static constexpr int kWBytes = kActive * kGroupBytes, kStageBytes = kWBytes + kRows * kRowBytes;
   static constexpr int kStages = kStageRoom / kStageBytes < kMostStages ? kStageRoom / kStageBytes : kMostStages;
   static_assert(kRows % kSlabRows == 0 && kRows % kBoxRows == 0 && kStageBytes % kSwizzleBytes == 0 && kStages >= 4);
 
-  static PD_DEVICE int row_tiles(int num_rows) { return (num_rows + kShare * kRows - 1) / (kShare * kRows); }
+  static PD_DEVICE int row_tiles(int num_rows) { return (num_rows + kRows - 1) / kRows; }
   static PD_DEVICE int tiles(int num_rows, int n) { return row_tiles(num_rows) * ((n + kOutputs - 1) / kOutputs); }
   static PD_DEVICE TilePlace place(int tile, int num_rows, int n) {
     const int columns = (n + kOutputs - 1) / kOutputs, band = tile / (kBand * columns);
     const int in_band = tile % (kBand * columns), height = lower(kBand, row_tiles(num_rows) - band * kBand);
-    const int of_block = kShare > 1 ? cluster_rank() * kRows : 0;
-    return {(band * kBand + in_band % height) * kRows * kShare + of_block, in_band / height * kOutputs};
+    return {(band * kBand + in_band % height) * kRows, in_band / height * kOutputs};
   }
 };
 
@@ -134,7 +132,7 @@ class Outputs {
 
 // How the engine finds what it brings: W by panels' steps, x by rows.
 struct Maps {
-  TensorMap w, x;
+  TensorMap w[kGroups], x[kGroups];  // of one group's outputs, or two; of kBoxRows rows, or twice as many
 };
 
 template <class S>
@@ -161,72 +159,47 @@ struct Position {  // in the ring of stages, and of how many rounds
 };
 constexpr int kFree = kMostStages;
 
-// What the group does that copies.
+// What the group does that copies: a thread of one warp brings weights, and one of another rows, each on its own. A
+// stage takes as long as the longer of their chains of instructions, of which each wait, each word to a barrier and each
+// copy that begins is some 85 clocks (H100); tensor cores need 512 for the largest tile.
 template <class E, class S>
 class Copies {
  public:
   PD_DEVICE explicit Copies(const Block<S> &block) : b_(block) {}
 
   // Weights, which no kernel writes, come while the kernels before this one still run.
-  PD_DEVICE void run() {
-    const bool has_tile = block_index() / S::kShare < b_.num_tiles();
-    const int ahead = has_tile ? lower(S::kStages, b_.num_stages) : 0;
-    if (has_tile) {
-      const int column = S::place(block_index() / S::kShare, b_.num_rows, b_.a.n).column;
-      PD_ROLLED for (int i = 0; i < ahead; i++) copy_weights(column, i, i);
-    }
+  PD_DEVICE void run() const {
+    const int thread = thread_index() % kGroupThreads;
+    if (thread == 0)
+      each_stage(S::kWBytes, [&](const TilePlace &place, int i, int stage) {
+        begin_tensor_copy(b_.stages.at(stage * S::kStageBytes), b_.maps.w[S::kActive - 1], 0, 0, place.column / kPanel,
+                          i * kStageSteps, b_.barriers, stage);
+      });
     await_kernels();
-    int num = 0;
-    for (int tile = block_index() / S::kShare; tile < b_.num_tiles(); tile += num_grid_blocks_anew() / S::kShare) {
+    if (thread == kWarp)
+      each_stage(S::kRows * kRowBytes, [&](const TilePlace &place, int i, int stage) {
+        begin_tensor_copy(b_.stages.at(stage * S::kStageBytes + S::kWBytes), b_.maps.x[S::kRows / kBoxRows - 1],
+                          i * kStageK, place.row, b_.barriers, stage);
+      });
+  }
+
+ private:
+  // copy(tile's place, i, stage) of what a stage has of so many bytes: behind the last panel, row and step are zeros.
+  template <class Copy>
+  PD_DEVICE void each_stage(int bytes, const Copy &copy) const {
+    Position to;
+    for (int tile = block_index(); tile < b_.num_tiles(); tile += num_grid_blocks_anew()) {
       const TilePlace place = S::place(tile, b_.num_rows, b_.a.n);
       PD_ROLLED for (int i = 0; i < b_.num_stages; i++) {
-        if (num++ >= ahead) {
-          await_barrier<(S::kShare > 1)>(b_.barriers, kFree + to_.stage, to_.parity ^ 1);
-          copy_weights(place.column, i, to_.stage);
-        }
-        PD_ROLLED for (int box = 0; box < S::kRows / kBoxRows; box++) copy_rows(place.row, i, box);
-        arrive_with_copies(b_.barriers, to_.stage);
-        to_.template advance<S>();
+        await_barrier(b_.barriers, kFree + to.stage, to.parity ^ 1);
+        arrive_expecting(b_.barriers, to.stage, bytes);
+        copy(place, i, to.stage);
+        to.template advance<S>();
       }
     }
   }
 
- private:
-  static PD_DEVICE int thread() { return thread_index() % kGroupThreads; }
-
-  // Behind the last panel and the last step are zeros.
-  PD_DEVICE void copy_weights(int column, int stage_of_k, int stage) const {
-    if (thread() > 0) return;
-    expect(b_.barriers, stage, S::kWBytes);
-    const auto copy = [&](int group) {
-      void *to = b_.stages.at(stage * S::kStageBytes + group * kGroupBytes);
-      const int panel = column / kPanel + group * kGroupPanels, step = stage_of_k * kStageSteps;
-      if constexpr (S::kShare == 1) begin_tensor_copy(to, b_.maps.w, 0, 0, panel, step, b_.barriers, stage);
-      else begin_tensor_copies(to, b_.maps.w, 0, 0, panel, step, b_.barriers, stage, (1 << S::kShare) - 1);
-    };
-    if constexpr (S::kShare > 1) copy(cluster_rank());
-    else PD_ROLLED for (int group = 0; group < S::kActive; group++) copy(group);
-  }
-  // By the engine, or of four rows each warp at a time; zeros where there is no row, or k has ended.
-  PD_DEVICE void copy_rows(int row, int stage_of_k, int box) const {
-    const int to = to_.stage * S::kStageBytes + S::kWBytes + box * kBoxBytes;
-    row += box * kBoxRows;
-    if (row + kBoxRows <= b_.num_rows) {
-      if (thread() > 0) return;
-      expect(b_.barriers, to_.stage, kBoxBytes);
-      return begin_tensor_copy(b_.stages.at(to), b_.maps.x, stage_of_k * kStageK, row, b_.barriers, to_.stage);
-    }
-    constexpr int kRowsAtATime = kGroupThreads / kPieces;
-    const int of_box = thread() / kPieces, piece = thread() % kPieces, k = stage_of_k * kStageK + piece * 8;
-    const E *from = (const E *)b_.a.x + (int64_t)(row + of_box) * b_.a.k + k;
-    PD_UNROLL for (int i = 0; i < kBoxRows; i += kRowsAtATime) {
-      begin_copy(b_.stages.at(to + swizzle_row(of_box + i, piece)), from, row + of_box + i < b_.num_rows && k < b_.a.k);
-      from += (int64_t)kRowsAtATime * b_.a.k;
-    }
-  }
-
   const Block<S> &b_;
-  Position to_;  // where copies go next
 };
 
 // What a group does that multiplies.
@@ -236,7 +209,7 @@ class Products {
   PD_DEVICE explicit Products(const Block<S> &block) : b_(block), group_(thread_index() / kGroupThreads) {}
 
   PD_DEVICE void run() {
-    for (int tile = block_index() / S::kShare; tile < b_.num_tiles(); tile += num_grid_blocks_anew() / S::kShare)
+    for (int tile = block_index(); tile < b_.num_tiles(); tile += num_grid_blocks_anew())
       run_tile(tile);
   }
 
@@ -280,7 +253,6 @@ class Products {
   // The stage before is then through.
   PD_DEVICE void multiply_stage(bool adds, Sums &sums) {
     await_barrier(b_.barriers, now_.stage, now_.parity);
-    if (b_.num_rows % (S::kShare * S::kRows)) fence_async();  // there are rows that threads have copied
     hold(sums);
     begin_products();
     PD_UNROLL for (int i = 0; i < kStageSteps; i++) multiply_step(i, adds || i > 0, sums);
@@ -291,7 +263,7 @@ class Products {
     now_.template advance<S>();
   }
   PD_DEVICE void multiply_step(int step, bool adds, Sums &sums) const {
-    const int of_group = group_ * kGroupBytes + step * kGroupPanels * kPanelStepBytes;
+    const int of_group = (step * S::kActive + group_) * kGroupPanels * kPanelStepBytes;
     const uint32_t w = shared_address(b_.stages.at(now_.stage * S::kStageBytes + of_group));
     const uint32_t x = shared_address(b_.stages.at(now_.stage * S::kStageBytes + S::kWBytes));
     PD_UNROLL for (int i = 0; i < kStepPieces; i += 2)
@@ -299,12 +271,7 @@ class Products {
                         swizzled_operand(x + (step * kStepPieces + i) * kPieceBytes), adds || i > 0);
   }
   PD_DEVICE void release(int stage) const {
-    const int lane = thread_index() % kWarp;
-    if constexpr (S::kShare > 1) {
-      if (lane < S::kShare) arrive_at(b_.barriers, kFree + stage, lane);
-    } else if (lane == 0) {
-      arrive(b_.barriers, kFree + stage);
-    }
+    if (thread_index() % kWarp == 0) arrive(b_.barriers, kFree + stage);
   }
   // Slabs of kSlabRows rows and the group's panels; a warp goes on with half of a panel's.
   PD_DEVICE void finish(TilePlace place, float (&own)[S::kOwn]) const {
@@ -336,15 +303,15 @@ PD_DEVICE void run_tiles(const pd_gemm_args &a, const Maps &maps, int num_rows, 
                     memory.part<char>(0, S::kStages * S::kStageBytes),
                     memory.part<float>(kSlabsAt, kGroups * kSlab),
                     memory.part<Four>(kSlabsAt, kGroups * kSlab / 4),
-                    memory.part<uint64_t>(kBarriersAt, 2 * kMostStages)};
+                    memory.part<uint64_t>(kBarriersAt, kBarriers)};
   if (thread_index() == 0) {
     PD_ROLLED for (int i = 0; i < S::kStages; i++) {
-      begin_barrier(block.barriers, i, kGroupThreads);
-      begin_barrier(block.barriers, kFree + i, S::kShare * S::kActive * kGroupWarps);
+      begin_barrier(block.barriers, i, 2);
+      begin_barrier(block.barriers, kFree + i, S::kActive * kGroupWarps);
     }
     show_barriers();
   }
-  S::kShare > 1 ? sync_cluster() : sync_block();
+  sync_block();
   const int group = thread_index() / kGroupThreads;
   if (group == kGroups) {
     change_registers<kCopyRegisters, false>();
@@ -356,14 +323,12 @@ PD_DEVICE void run_tiles(const pd_gemm_args &a, const Maps &maps, int num_rows, 
   } else {
     await_kernels();
   }
-  if constexpr (S::kShare > 1) sync_cluster();  // others still bring weights here, or say that they have used theirs
 }
 
 // What tiles cost for each k: what comes from the second cache.
 template <class S>
 PD_DEVICE int cost(int num_rows, int n, int blocks) {
-  const int rounds = (S::tiles(num_rows, n) * S::kShare + blocks - 1) / blocks;
-  return rounds * (S::kOutputs / S::kShare + S::kRows);
+  return (S::tiles(num_rows, n) + blocks - 1) / blocks * (S::kOutputs + S::kRows);
 }
 
 template <class E>
@@ -376,12 +341,10 @@ PD_KERNEL(kBlockThreads) gemm_hopper_kernel(pd_gemm_args a, PD_GRID_CONSTANT(Map
   using B = GroupShape<2, 64>;
   using C = GroupShape<1, 128>;
   using D = GroupShape<2, 128>;
-  using F = GroupShape<2, 128, kCluster>;
   const int of_a = cost<A>(num_rows, a.n, blocks), of_b = cost<B>(num_rows, a.n, blocks);
   const int of_c = cost<C>(num_rows, a.n, blocks), of_d = cost<D>(num_rows, a.n, blocks);
-  const int of_f = cost<F>(num_rows, a.n, blocks), best = lower(lower(lower(of_a, of_b), lower(of_c, of_d)), of_f);
-  if (of_f == best) run_tiles<E, F>(a, maps, anew(num_rows), memory);
-  else if (of_d == best) run_tiles<E, D>(a, maps, anew(num_rows), memory);
+  const int best = lower(lower(of_a, of_b), lower(of_c, of_d));
+  if (of_d == best) run_tiles<E, D>(a, maps, anew(num_rows), memory);
   else if (of_c == best) run_tiles<E, C>(a, maps, anew(num_rows), memory);
   else if (of_b == best) run_tiles<E, B>(a, maps, anew(num_rows), memory);
   else run_tiles<E, A>(a, maps, anew(num_rows), memory);
@@ -390,20 +353,22 @@ PD_KERNEL(kBlockThreads) gemm_hopper_kernel(pd_gemm_args a, PD_GRID_CONSTANT(Map
 }  // namespace
 
 bool is_for_hopper(const pd_context &c, const pd_gemm_args &a) {
-  return target(c).capability == 90 && a.quantization == PD_PLAIN && a.k % 8 == 0 && (uintptr_t)a.x % 16 == 0 &&
-         kSharedBytes <= target(c).max_shared_bytes;
+  return target(c).capability == 90 && a.quantization == PD_PLAIN && a.k % 8 == 0 && a.x_rows > 0 &&
+         (uintptr_t)a.x % 16 == 0 && kSharedBytes <= target(c).max_shared_bytes;
 }
 int enqueue_hopper(pd_context &c, const pd_gemm_args &a) {
   const auto kernel = a.dtype == PD_F16 ? gemm_hopper_kernel<fp16> : gemm_hopper_kernel<bf16>;
   const int64_t panels = (a.n + kPanel - 1) / kPanel, steps = (a.k + kStep - 1) / kStep;
   constexpr int kMatrixRows = kPanelStepBytes / kMatrixBytes;  // a panel's step as rows of 128 bytes
   Maps maps;
-  if (map_tensor(maps.w, a.packed, {kMatrixBytes / 2, kMatrixRows, panels, steps},
-                 {kMatrixBytes, steps * kPanelStepBytes, kPanelStepBytes},
-                 {kMatrixBytes / 2, kMatrixRows, kGroupPanels, kStageSteps}, false) ||
-      map_tensor(maps.x, a.x, {a.k, INT32_MAX, 1, 1}, {2 * (int64_t)a.k, 0, 0}, {kStageK, kBoxRows, 1, 1}, true))
-    return -1;
-  return launch_early(c, "pd_gemm", kernel, Grid(kBlockThreads, 1, kSharedBytes, kCluster), a, maps);
+  for (int i = 0; i < kGroups; i++)
+    if (map_tensor(maps.w[i], a.packed, {kMatrixBytes / 2, kMatrixRows, panels, steps},
+                   {kMatrixBytes, steps * kPanelStepBytes, kPanelStepBytes},
+                   {kMatrixBytes / 2, kMatrixRows, (i + 1) * kGroupPanels, kStageSteps}, false) ||
+        map_tensor(maps.x[i], a.x, {a.k, a.x_rows, 1, 1}, {2 * (int64_t)a.k, 0, 0}, {kStageK, (i + 1) * kBoxRows, 1, 1},
+                   true))
+      return -1;
+  return launch_early(c, "pd_gemm", kernel, Grid(kBlockThreads, 1, kSharedBytes), a, maps);
 }
 
 }  // namespace pagedec::gemm

@@ -14,7 +14,6 @@ namespace pagedec {
 struct Target {
   int32_t device = 0, num_multiprocessors = 1;
   int64_t max_shared_bytes = 0;  // of a block
-  int64_t cache_bytes = 0;       // of the second cache
   int32_t capability = 0;        // 10 times the major one and the minor one
   int32_t driver = 0;            // the version of CUDA that it is for: 12030 is 12.3
   void *stream = nullptr;
@@ -98,8 +97,6 @@ struct Grid {
 
 // Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
 bool is_for_few(const pd_context &);
-// The words of a plan, where attention follows the linear layer that is put into the stream (program.cu); or NULL.
-const void *plan_between(const pd_context &);
 // Of kernels that go through rows: where there are few, what most blocks would do is to begin.
 inline Grid grid_of_rows(const pd_context &c, int threads) {
   return {threads, is_for_few(c) ? 1 : kBlocksAMultiprocessor};

@@ -52,14 +52,6 @@ int one(pd_context &c, const pd_op &op, bool runs) {
   return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_COMBINE);
 }
 
-// The plan of the attention between a linear layer and the next one.
-const void *plan_behind(const pd_op *ops, int64_t i, int64_t num_ops) {
-  for (i++; i < num_ops && ops[i].kind != PD_OP_GEMM && ops[i].kind != PD_OP_EXPERTS; i++)
-    if (ops[i].kind == PD_OP_ATTENTION)
-      return ((const pd_device_plan *)((const pd_attention_args *)ops[i].args)->plan)->resident.get();
-  return nullptr;
-}
-
 int single(pd_context *context, pd_op_kind kind, const void *args) {
   const pd_op op{kind, 0, args};
   return pd_run(context, &op, 1);
@@ -73,14 +65,10 @@ int carry_out(pd_context &c, const pd_op *ops, int64_t num_ops) {
     if (one(c, ops[i], false)) return -1;
     if (ops[i].kind == PD_OP_ATTENTION && reserve_attention(c, *(const pd_attention_args *)ops[i].args)) return -1;
   }
-  for (int64_t i = 0; i < num_ops; i++) {
-    if (ops[i].kind == PD_OP_GEMM) c.between = plan_behind(ops, i, num_ops);
+  for (int64_t i = 0; i < num_ops; i++)
     if (one(c, ops[i], true)) return -1;
-  }
   return 0;
 }
-
-const void *plan_between(const pd_context &c) { return c.between; }
 
 }  // namespace pagedec
 

@@ -45,27 +45,26 @@ PD_DEVICE void show_barriers() {
 PD_DEVICE void arrive(const Barriers &barriers, int i) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barriers.at(i))) : "memory");
 }
-// The barrier's phase is not over before so many bytes more have come.
+// The phase is not over before so many bytes more have come; and with an arrival.
 PD_DEVICE void expect(const Barriers &barriers, int i, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barriers.at(i))),
                "r"(bytes)
                : "memory");
 }
-// Of a phase with this parity, the first of which is 0. kOfCluster: other blocks arrive there, too.
-template <bool kOfCluster = false>
+PD_DEVICE void arrive_expecting(const Barriers &barriers, int i, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barriers.at(i))),
+               "r"(bytes)
+               : "memory");
+}
+// Of a phase with this parity, the first of which is 0; the phase before the first has another.
 PD_DEVICE void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
-  const uint32_t at = shared_address(barriers.at(i));
-  if constexpr (kOfCluster)
-    asm volatile(
-        "{.reg .pred done;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" ::"r"(at), "r"(parity) : "memory");
-  else
-    asm volatile(
-        "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" ::"r"(at), "r"(parity) : "memory");
+  asm volatile(
+      "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(shared_address(barriers.at(i))), "r"(parity) : "memory");
 }
 // Of the blocks that run together: which one this is; a barrier of another one's, which is told that products have
-// read; all of them.
+// read, which are through, and of nothing that was written: a release to the whole cluster is a fence of the device's
+// memory, a thousand clocks. All of them.
 PD_DEVICE int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -73,7 +72,7 @@ PD_DEVICE int cluster_rank() {
 }
 PD_DEVICE void arrive_at(const Barriers &barriers, int i, int rank) {
   asm volatile(
-      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, "
+      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, "
       "[at];}" ::"r"(shared_address(barriers.at(i))), "r"(rank) : "memory");
 }
 PD_DEVICE void sync_cluster() {
@@ -109,7 +108,7 @@ PD_DEVICE void begin_tensor_copies(void *to, const TensorMap &map, int at0, int 
 PD_DEVICE void arrive_with_copies(const Barriers &barriers, int i) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barriers.at(i))) : "memory");
 }
-// What threads have copied, and this one has waited for, is there for its products, too.
+// What threads have copied, and this one has waited for, is there for products of whoever hears of it from this one.
 PD_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 PD_DEVICE void sync_group() {
   asm volatile("barrier.sync %0, %1;" ::"r"(1 + (int)threadIdx.x / kGroupThreads), "n"(kGroupThreads) : "memory");
@@ -184,8 +183,11 @@ inline void begin_barrier(const Barriers &barriers, int i, int count) { emulate:
 inline void show_barriers() {}
 inline void arrive(const Barriers &barriers, int i) { emulate::arrive(barriers.at(i)); }
 inline void expect(const Barriers &barriers, int i, int bytes) { emulate::expect(barriers.at(i), bytes); }
-template <bool kOfCluster = false>
-void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
+inline void arrive_expecting(const Barriers &barriers, int i, int bytes) {
+  emulate::expect(barriers.at(i), bytes);
+  emulate::arrive(barriers.at(i));
+}
+inline void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
   emulate::await_barrier(barriers.at(i), parity);
 }
 inline int cluster_rank() { return emulate::place().rank; }

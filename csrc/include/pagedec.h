@@ -191,7 +191,7 @@ typedef struct {
   int64_t next_bytes;
   const pd_segment *segments;  /* [num_segments], with PD_BLOCKS: the caller's memory, as records are */
   int32_t num_segments;        /* 1 to PD_MAX_SEGMENTS with PD_BLOCKS, else 0 */
-  int32_t reserved;
+  int32_t x_rows;              /* rows of x that there is memory of, which may be read; 0: as many as num_rows says */
 } pd_gemm_args;
 PD_EXPORT int pd_gemm(pd_context *, const pd_gemm_args *);
 

@@ -194,6 +194,7 @@ class NativeProgram:
             None,
             0,
             *weight.named_segments(),
+            len(x),
         )
 
     def linear(

@@ -31,7 +31,7 @@ class GemmArgs(Structure):
         ("next_bytes", c_int64),
         ("segments", c_void_p),
         ("num_segments", c_int32),
-        ("reserved", c_int32),
+        ("x_rows", c_int32),
     ]
 
 

@@ -60,6 +60,7 @@ def on_devices() -> list[str]:
         "test_block_swap",
         "test_cuda_attention",
         "test_cuda_fp16",
+        "test_cuda_hopper",
         "test_cuda_readout",
     }
 

@@ -234,7 +234,7 @@ void brought_to_both(float *out) {
   await_products<0>();
   tell(out, sums);
   if (thread_index() < 64) arrive_at(stage.barriers, 1, 0);
-  if (cluster_rank() == 0) await_barrier<true>(stage.barriers, 1, 0);
+  if (cluster_rank() == 0) await_barrier(stage.barriers, 1, 0);
   sync_cluster();
 }
 void left_too_soon(float *out) {

@@ -182,6 +182,20 @@ def test_a_device_has_one_cache_and_even_shares(best: Context, emulated: Library
     assert tiles == [[4, 6], [5, 5]]
 
 
+def test_no_worker_of_a_device_has_many_short_spans(best: Context, emulated: Library) -> None:
+    """Ends of branches, a unit behind two chunks each, go to as many workers as there are."""
+    cache = Cache(AttentionShape(32, 8, 128, 16, 0.125), 16 * 65, torch.bfloat16, seed=9)
+    plan = flat(emulated.context(132), cache, [cache.branch(1040) for _ in range(16)], threads=132)
+    indptr = [record["span"] for record in plan.sections["worker_indptr"]]
+    spans = [plan.sections["spans"][first:end] for first, end in itertools.pairwise(indptr)]
+    units = [
+        sum(plan.sections["items"][span["item0"] + i]["num_units"] for span in share for i in range(span["num_items"]))
+        for share in spans
+    ]
+    assert sum(units) == 16 * 8 * 17 and max(units) == 9
+    assert max(len(share) for share in spans) <= 3
+
+
 def test_depth_first_rows_share_a_gathered_tile(best: Context) -> None:
     """From one node's row to the next of its subtree only the new slots differ, which is what makes gathering cheap."""
     cache = Cache(AttentionShape(1, 1, 64, 16, 0.125), 32, torch.bfloat16, seed=6)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagedec.kernels.library import Context, Epilogue, Library
-from tests.kernels import test_gemm_weight_only
+from pagedec.kernels.library import CUDA, Context, Epilogue, Library
+from tests.kernels import cuda_library, test_gemm_weight_only
 from tests.kernels.calls import count, normal, same_bits
 from tests.kernels.many_rows import (
     assert_bits,
@@ -34,6 +34,10 @@ CASES = [
     *((ONE, 257, 129, 96), (ONE, 130, 100, 520), (3, 200, 300, 64)),
 ]
 
+# On a device of 132 multiprocessors: each kind of tile, rows that end inside one, stages that come many times round
+ON_A_DEVICE = [(33, 1000, 4096), (64, 8448, 4096), (64, 16896, 1032), (100, 8448, 2048), (128, 8448, 4096)]
+ON_A_DEVICE += [(200, 16896, 1032), (256, 8448, 4096), (300, 17000, 776), (700, 6144, 2048)]
+
 
 def context_of(library: Library, blocks: int, capability: int = 90) -> Context:
     context = library.context(blocks)
@@ -53,6 +57,14 @@ def test_many_rows_have_the_bits_of_few(
     )
     assert linear.bias is not None
     assert_near(assert_bits(linear, x), x, linear.weight, linear.bias[:n])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "n", "k"), ON_A_DEVICE)
+def test_a_device_has_the_bits_of_few(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, context = normal(rows, k, seed=1, dtype=dtype), cuda_library.open_library(CUDA).context()
+    assert_bits(linear_of(context, n, k, bias=True, dtype=dtype), x)
 
 
 @pytest.mark.sampled(8)

@@ -47,6 +47,7 @@ class Linear:
         return GemmArgs(
             pointer(rows), pointer(x), pointer(self.packed), pointer(self.bias), pointer(y), self.num_outputs,
             self.weight.shape[1], *(int(CODES[self.weight.dtype]), int(CODES[y.dtype]), int(epilogue)), *(0, None, 0),
+            *(None, 0, len(x)),
         )  # fmt: skip
 
     def __call__(

@@ -18,11 +18,24 @@ void join(Clock &mine, const Clock &other) {
   for (int i = 0; i < MAX_WARPS; i++) mine[i] = std::max(mine[i], other[i]);
 }
 
+// What a warp knows, and whoever waits for a barrier at which it arrived: how far others are, which phases of barriers
+// are over, and up to which of them what threads have copied is fenced.
+struct Known {
+  Clock clock{};
+  std::map<const void *, uint32_t> waited, fenced;
+};
+void join(std::map<const void *, uint32_t> &mine, const std::map<const void *, uint32_t> &other) {
+  for (const auto &[barrier, phases] : other) mine[barrier] = std::max(mine[barrier], phases);
+}
+void join(Known &mine, const Known &other) {
+  join(mine.clock, other.clock), join(mine.waited, other.waited), join(mine.fenced, other.fenced);
+}
+
 struct Barrier {
   int count = 0, missing = 0, bytes = 0;  // bytes: expected and not come
   uint32_t phases = 0;                    // that are over
   Moment begun{};
-  Clock told{}, seen{};  // by those who arrived; by those who wait
+  Known told{}, seen{};  // by those who arrived; by those who wait
 };
 enum class Is : uint8_t { nothing, coming, there };
 struct Line {
@@ -60,11 +73,10 @@ struct Thread {
 };
 struct State {
   std::map<const void *, Barrier> barriers;
-  std::map<std::pair<int, const void *>, uint32_t> waited, fenced;  // by warps: phases that each knows to be over
   std::vector<Line> lines;
   std::vector<Thread> threads;
   std::vector<Coming> coming;
-  std::vector<Clock> clocks;
+  std::vector<Known> known;  // by warps
 };
 State s;
 
@@ -96,7 +108,7 @@ void check_free(int64_t byte) {
   const Line &line = line_at(byte);
   if (line.is == Is::coming) fault("byte %lld of shared memory is copied to twice at a time", (long long)byte);
   if (line.reading) fault("byte %lld of shared memory is copied to while products read it", (long long)byte);
-  const Clock &mine = s.clocks[warp()];
+  const Clock &mine = s.known[warp()].clock;
   for (int w = 0; w < MAX_WARPS; w++)
     if (w != warp() && line.read[w] > mine[w])
       fault("byte %lld of shared memory is copied to, and warp %d has not said that it has read it", (long long)byte,
@@ -107,10 +119,10 @@ void check_there(int64_t byte) {
   if (line.is == Is::nothing)
     fault("byte %lld of shared memory is multiplied, and nothing was copied", (long long)byte);
   if (line.is == Is::coming) fault("byte %lld of shared memory is multiplied while it is copied to", (long long)byte);
-  const std::pair key{warp(), line.barrier};
-  if (!line.barrier || s.waited[key] <= line.phase)
+  Known &mine = s.known[warp()];
+  if (!line.barrier || mine.waited[line.barrier] <= line.phase)
     fault("byte %lld of shared memory is multiplied, and nobody waited for its copy", (long long)byte);
-  if (line.by_threads && s.fenced[key] <= line.phase)
+  if (line.by_threads && mine.fenced[line.barrier] <= line.phase)
     fault("byte %lld of shared memory is multiplied with no fence_async", (long long)byte);
 }
 
@@ -184,8 +196,8 @@ void begin_barrier(const void *at, int count) {
 void arrive(const void *at) {
   Barrier &barrier = barrier_at(at);
   if (barrier.missing == 0) fault("more arrive at a barrier than it counts");
-  join(barrier.told, s.clocks[warp()]);
-  s.clocks[warp()][warp()]++;
+  join(barrier.told, s.known[warp()]);
+  s.known[warp()].clock[warp()]++;
   barrier.missing--;
   end_if_complete(barrier);
 }
@@ -196,8 +208,9 @@ void await_barrier(const void *at, uint32_t parity) {
   touch((const char *)at, 8, false);
   Barrier &barrier = barrier_at(at);
   while ((barrier.phases & 1) == parity) wait_at_barrier();
-  join(s.clocks[warp()], barrier.seen);
-  s.waited[{warp(), at}] = barrier.phases;
+  Known &mine = s.known[warp()];
+  join(mine, barrier.seen);
+  mine.waited[at] = barrier.phases;
 }
 
 // Each line of what comes.
@@ -261,15 +274,14 @@ void begin_tensor_copy(char *to, const TensorMap &map, const std::array<int, 4> 
 }
 void arrive_with_copies(const void *at) {
   Barrier &barrier = barrier_at(at);
-  join(barrier.told, s.clocks[warp()]);
-  s.clocks[warp()][warp()]++;
+  join(barrier.told, s.known[warp()]);
+  s.known[warp()].clock[warp()]++;
   s.coming.push_back({hand_over_copies(), true, at});
   for (const Copy &copy : s.coming.back().copies)
     each_line(copy, [&](int64_t byte) { line_at(byte).barrier = at, line_at(byte).phase = barrier.phases; });
 }
 void fence_async() {
-  for (const auto &[key, phases] : s.waited)
-    if (key.first == warp()) s.fenced[key] = phases;
+  join(s.known[warp()].fenced, s.known[warp()].waited);
 }
 
 void begin_products() {
@@ -308,7 +320,7 @@ void await_products(int num_left) {
     if (place().thread % WARP == 0)
       each_line(p, [](int64_t byte) {
         Line &line = line_at(byte);
-        line.reading--, line.read[warp()] = s.clocks[warp()][warp()];
+        line.reading--, line.read[warp()] = s.known[warp()].clock[warp()];
       });
   }
   mine.products.swap(left);
@@ -323,8 +335,8 @@ namespace under_way {
 
 void begin_block(int num_threads) {
   s = {};
-  s.threads.resize(num_threads), s.clocks.resize(MAX_WARPS);
-  for (int w = 0; w < MAX_WARPS; w++) s.clocks[w][w] = 1;
+  s.threads.resize(num_threads), s.known.resize(MAX_WARPS);
+  for (int w = 0; w < MAX_WARPS; w++) s.known[w].clock[w] = 1;
 }
 bool has_copies() { return !s.coming.empty(); }
 void bring_one(bool is_needed, uint64_t drawn) {
@@ -343,9 +355,9 @@ void bring_one(bool is_needed, uint64_t drawn) {
 }
 void meet(int first_warp, int num_warps) {
   if (s.barriers.empty()) return;
-  Clock all{};
-  for (int w = first_warp; w < first_warp + num_warps; w++) join(all, s.clocks[w]);
-  for (int w = first_warp; w < first_warp + num_warps; w++) s.clocks[w] = all, s.clocks[w][w]++;
+  Known all{};
+  for (int w = first_warp; w < first_warp + num_warps; w++) join(all, s.known[w]);
+  for (int w = first_warp; w < first_warp + num_warps; w++) s.known[w] = all, s.known[w].clock[w]++;
 }
 void end_thread() {
   if (!thread().products.empty()) fault("it ends with %d products under way", (int)thread().products.size());
