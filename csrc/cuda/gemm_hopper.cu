@@ -6,8 +6,8 @@
 //          has each of its outputs three times: the sum of the chunks before, and those of two chunks in turns, of
 //          which one is added while the other is multiplied. So a group's tile is 64 x 128 at most.
 // Stages   64 of k: W [2 steps][outputs / 8][4 pieces][8], as it lies in memory, 16 bytes each, so that eight outputs
-//          of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces change places
-//          with its number (swizzled_operand). An engine brings each in one piece, as tensors of which it is told where
+//          of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces change
+//          places with its number (swizzled_operand). An engine brings each in one piece, as tensors of which it is told where
 //          they end. Only the device knows where rows end: those behind, as many as there is memory of, are multiplied,
 //          too, whatever they are, and become nothing.
 #include "cuda/gemm_tiles.h"
@@ -160,8 +160,8 @@ struct Position {  // in the ring of stages, and of how many rounds
 constexpr int kFree = kMostStages;
 
 // What the group does that copies: a thread of one warp brings weights, and one of another rows, each on its own. A
-// stage takes as long as the longer of their chains of instructions, of which each wait, each word to a barrier and each
-// copy that begins is some 85 clocks (H100); tensor cores need 512 for the largest tile.
+// stage takes as long as the longer of their chains of instructions, of which each wait, each word to a barrier and
+// each copy that begins is some 85 clocks (H100); tensor cores need 512 for the largest tile.
 template <class E, class S>
 class Copies {
  public:
