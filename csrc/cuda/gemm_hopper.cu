@@ -7,7 +7,7 @@
 //          which one is added while the other is multiplied. So a group's tile is 64 x 128 at most.
 // Stages   64 of k: W [2 steps][outputs / 8][4 pieces][8], as it lies in memory, 16 bytes each, so that eight outputs
 //          of a piece are one matrix of 128 bytes; then x, of which a row is 128 bytes, whose eight pieces change
-//          places with its number (swizzled_operand). An engine brings each in one piece, as tensors of which it is told
+//          places with its number (swizzled_operand). An engine brings each in one piece, as tensors of which it knows
 //          where they end. Only the device knows where rows end: those behind, as many as there is memory of, are
 //          multiplied, too, whatever they are, and become nothing.
 #include "cuda/gemm_tiles.h"
