@@ -18,8 +18,8 @@ using namespace plan;
 constexpr int UNIT_FLOOR = 12;  // packed rows; below, a unit costs its reading and not its arithmetic
 constexpr float SPAN_COST = 2;
 // What a span costs a block of a device, in units: its records and queries come one behind another, 4 us on an H100
-// where a unit takes 1.7. 16 branches of 1,040 tokens took 48 us, and those of 1,024 took 32: eight workers had eight
-// short spans each.
+// where a unit takes 1.7. 16 branches of 1,040 tokens took 48 us, and those of 1,024 took 32, as long as eight workers
+// had eight short spans each.
 constexpr float SPAN_UNITS = 2.5f;
 // Of what rows in several spans leave for the merge, (o, m, l) of each chunk and head: 512 rows behind 131,072 tokens,
 // cut for hundreds of workers, had a gigabyte. Where there is so much, there are many pieces for the workers, too.
@@ -46,6 +46,11 @@ class Spans {
   }
   float sum(int item0, int n) const {
     return std::accumulate(costs_.begin() + item0, costs_.begin() + item0 + n, span_cost_);
+  }
+  // Spans that a device should cut of a piece at most: what is less than half a chunk stays with the one before it.
+  static int worthwhile(const Piece &piece) {
+    constexpr int kChunkUnits = CHUNK / TILE;
+    return std::clamp((piece.num_units + kChunkUnits / 2 - 1) / kChunkUnits, 1, piece.num_items);
   }
   template <class Take>
   void each_split_row(const Piece &piece, int last_chunk, const Take &take) const;
@@ -183,7 +188,7 @@ void Spans::cut() {
   for (int i = 0; i < (int)p_.pieces.size(); i++) {
     const Piece &piece = p_.pieces[i];
     const int n = piece.num_items, want = (int)std::ceil(sum(piece.item0, n) / target);
-    int spans = workers_ == 1 || is_whole ? 1 : std::clamp(want, 1, n);
+    int spans = workers_ == 1 || is_whole ? 1 : std::clamp(want, 1, have_caches_ ? n : worthwhile(piece));
     int last_chunk = p_.items[piece.item0 + n / spans - 1].chunk;  // of the first
     const bool has_tails = p_.tails[piece.row0] >= 0;
     if (spans > 1 && !p_.is_tail[i] && !has_room(piece, last_chunk))

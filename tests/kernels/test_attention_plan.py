@@ -182,18 +182,22 @@ def test_a_device_has_one_cache_and_even_shares(best: Context, emulated: Library
     assert tiles == [[4, 6], [5, 5]]
 
 
-def test_no_worker_of_a_device_has_many_short_spans(best: Context, emulated: Library) -> None:
-    """Ends of branches, a unit behind two chunks each, go to as many workers as there are."""
-    cache = Cache(AttentionShape(32, 8, 128, 16, 0.125), 16 * 65, torch.bfloat16, seed=9)
-    plan = flat(emulated.context(132), cache, [cache.branch(1040) for _ in range(16)], threads=132)
+@pytest.mark.parametrize(
+    ("lengths", "longest", "most"), [([1040] * 16, 9, 1), ([1300] * 16, 13, 2), ([512] * 32 + [60] * 16, 9, 3)]
+)
+def test_no_worker_of_a_device_has_many_short_spans(
+    best: Context, emulated: Library, lengths: list[int], longest: int, most: int
+) -> None:
+    """Less than half a chunk stays with the one before it, and short branches are dealt to all workers, not to those
+    alone that have no long one."""
+    cache = Cache(AttentionShape(32, 8, 128, 16, 0.125), sum(-(-n // 16) for n in lengths), torch.bfloat16, seed=9)
+    plan = flat(emulated.context(132), cache, [cache.branch(length) for length in lengths], threads=132)
     indptr = [record["span"] for record in plan.sections["worker_indptr"]]
-    spans = [plan.sections["spans"][first:end] for first, end in itertools.pairwise(indptr)]
-    units = [
-        sum(plan.sections["items"][span["item0"] + i]["num_units"] for span in share for i in range(span["num_items"]))
-        for share in spans
-    ]
-    assert sum(units) == 16 * 8 * 17 and max(units) == 9
-    assert max(len(share) for share in spans) <= 3
+    shares = [plan.sections["spans"][first:end] for first, end in itertools.pairwise(indptr)]
+    items = [[plan.sections["items"][s["item0"] + i] for s in share for i in range(s["num_items"])] for share in shares]
+    units = [sum(item["num_units"] for item in share) for share in items]
+    assert (sum(units), max(units)) == (8 * sum(-(-n // 64) for n in lengths), longest)
+    assert max(map(len, shares)) == most
 
 
 def test_depth_first_rows_share_a_gathered_tile(best: Context) -> None:
