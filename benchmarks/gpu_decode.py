@@ -1,12 +1,14 @@
 """Whole steps of an engine on a device: Llama-3.1-8B with random weights, next to a copy of what a step must read.
 
     python benchmarks/gpu_decode.py [--smoke] [--isa NAME] [--dtype float16] [--attention-backend NAME]
-                                    [--against FOLDER ...]
+                                    [--preset NAME] [--layers N] [--against FOLDER ...]
 
 A step gives every sequence of the batch a token, planned while the one before runs or behind its answers (`ahead`).
 `device`: its program alone, repeated, without the read-out; `host`: plan and settle; `waits`: the host for the device;
-`floor`: weights and KV at the speed of a copy. Weights are parts of one random
-tensor: what they are costs no time, and making 16 GB of them would. With another package's attention blocks are of 256
+`floor`: weights and KV at the speed of a copy, of experts as many as the last step's last layer asked, in every layer.
+Weights are parts of one random
+tensor: what they are costs no time, and making 16 GB of them would; so experts are alike, and who asks for which
+is not. With another package's attention blocks are of 256
 tokens; to compare, --block-size 256 gives our own kernel the same. The kernels of other builds have an engine each, one
 behind the other.
 """
@@ -23,21 +25,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import Timing, table
 from gpu_common import Device, parser_of
+from small_weights import packed_weights
 
 from pagedec import LLM, SamplingParams
 from pagedec.config import ATTENTION_BACKENDS, ATTENTION_PACKAGES
 from pagedec.engine.engine import Engine
 from pagedec.formats import dummy
-from pagedec.models.architecture import Architecture
+from pagedec.kernels.native_weight import NativeExperts
 from pagedec.models.presets import PRESETS
+from pagedec.runtime.runner import LaneRunner
 
 MODEL = "llama-3.1-8b"
 SMALL = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-SMALL |= {"bos_token_id": 1, "eos_token_id": 2}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}
 STEPS = 40
 MOST = 64  # sequences
 
@@ -56,15 +61,31 @@ class OneTensor:
         return self._values[:size].view(shape)
 
 
-def weight_bytes(arch: Architecture) -> int:
-    """That a step reads: all but the embedding, two bytes each."""
-    heads = arch.num_attention_heads + 2 * arch.num_kv_heads
-    layer = (heads + arch.num_attention_heads) * arch.head_dim + 3 * arch.intermediate_size
-    return 2 * arch.hidden_size * (arch.num_layers * layer + arch.vocab_size)
+def weight_bytes(runner: LaneRunner) -> int:
+    """That a step like the last one reads: all but the embedding, and of experts those that were asked."""
+    weights = list(packed_weights(runner.model))
+    sizes = [weight.stride if isinstance(weight, NativeExperts) else weight.data.nbytes for weight in weights]
+    if not any(isinstance(weight, NativeExperts) for weight in weights):
+        return sum(sizes)
+    first = runner.buffers.mixture.routes.first
+    found = np.empty(first.shape, np.int32)
+    runner.backend.context.read_memory(found.ctypes.data, first.data_ptr(), found.nbytes)
+    asked = int((np.diff(found) > 0).sum())
+    return sum(
+        size * asked if isinstance(weight, NativeExperts) else size for size, weight in zip(sizes, weights, strict=True)
+    )
 
 
 def load(
-    isa: str, dtype: str, smoke: bool, num_tokens: int, backend: str = "auto", block_size: int = 16, most: int = 256
+    isa: str,
+    dtype: str,
+    smoke: bool,
+    num_tokens: int,
+    backend: str = "auto",
+    block_size: int = 16,
+    most: int = 256,
+    preset: str = MODEL,
+    layers: int | None = None,
 ) -> LLM:
     """The model in an engine with room for so many tokens, each sequence's last block not counted; most: branches."""
     os.environ["PAGEDEC_ISA"] = isa
@@ -79,11 +100,11 @@ def load(
         "max_num_seqs": most,
         "attention_backend": backend,
     }
-    if not smoke:
-        return LLM(MODEL, max_model_len=8192, max_num_batched_tokens=2048, **settings)
+    config = PRESETS[preset] | (SMALL if smoke else {}) | ({} if layers is None else {"num_hidden_layers": layers})
+    lengths = {"max_model_len": 256} if smoke else {"max_model_len": 8192, "max_num_batched_tokens": 2048}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps({**PRESETS[MODEL], **SMALL}))
-        return LLM(folder, max_model_len=256, **settings)
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return LLM(folder, **lengths, **settings)
 
 
 def begin(engine: Engine, batch: int, prompt: int) -> float:
@@ -118,6 +139,7 @@ def line(device: Device, llm: LLM, build: str, batch: int, prompt: int, is_ahead
     host = (stats.plan_seconds + stats.settle_seconds - host) / steps
     waits, alone = (stats.execute_seconds - waits) / steps, []
     engine.drain()
+    read = weight_bytes(runner)
     for _ in range(3 if device.smoke else 15):
         context.wait()
         began = time.perf_counter()
@@ -127,7 +149,7 @@ def line(device: Device, llm: LLM, build: str, batch: int, prompt: int, is_ahead
     for request in list(engine.scheduler.requests):
         engine.abort(request.id)
     kv = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim * batch * (prompt + steps // 2)
-    step, floor = Timing(tuple(seconds)), (weight_bytes(arch) + kv) / copy * 1e-9
+    step, floor = Timing(tuple(seconds)), (read + kv) / copy * 1e-9
     return [
         build, batch, prompt, "yes" if is_ahead else "no", f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}",
         f"{batch / step.median:.0f}", f"{Timing(tuple(alone)).median * 1e3:.3f}", f"{host * 1e3:.3f}",
@@ -139,9 +161,12 @@ def main() -> None:
     parser = parser_of(__doc__, has_dtype=True, has_builds=True)
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     parser.add_argument("--block-size", type=int, help="tokens in a block (16; with another package's attention, 256)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default=MODEL, help="whose shape (%(default)s)")
+    parser.add_argument("--layers", type=int, help="as many of them (all)")
     arguments = parser.parse_args()
     device = Device(arguments)
-    copy = device.head(f"Decoding: Llama-3.1-8B's shape, random weights, {device.kind}")
+    shape = arguments.preset if arguments.layers is None else f"{arguments.preset}, {arguments.layers} layers"
+    copy = device.head(f"Decoding: {shape}, random weights, {device.kind}")
     cases = [(1, 1024), (16, 1024), (64, 1024)] if not device.smoke else [(1, 20), (3, 20)]
     columns = ["build", "batch", "prompt", "ahead", "prefill tokens/s", "step ms", "tokens/s"]
     columns += ["device ms", "host ms", "waits ms", "floor ms", "step / floor", "spread"]
@@ -158,7 +183,8 @@ def lines(
     for folder in (None, *arguments.against):
         if folder is not None:
             os.environ["PAGEDEC_LIB_DIR"] = str(folder.resolve())
-        llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens, backend, block_size)
+        model = {"preset": arguments.preset, "layers": arguments.layers}
+        llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens, backend, block_size, **model)
         build = "this" if folder is None else folder.resolve().name
         for case in cases:
             for is_ahead in (False, True):

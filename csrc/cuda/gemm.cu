@@ -121,7 +121,9 @@ int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   // A list that was recorded for few rows has this one alone, which is right with any number, and slower.
   if (is_for_few(c)) return enqueue_few(c, a, INT32_MAX);
   // How many rows there are is known on the device only: of these two, one returns at once.
-  return enqueue_few(c, a, kFewRows) ? -1 : enqueue_many(c, a);
+  const int few = few_rows(c, a);
+  if (enqueue_few(c, a, few)) return -1;
+  return is_for_hopper(c, a) ? enqueue_hopper(c, a, few) : enqueue_many(c, a);
 }
 
 int enqueue_experts(pd_context &c, const pd_experts_args &a) {

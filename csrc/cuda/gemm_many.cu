@@ -216,7 +216,6 @@ constexpr int kBlocks = 1;  // what the registers have room for
 }  // namespace
 
 int enqueue_many(pd_context &c, const pd_gemm_args &a) {
-  if (is_for_hopper(c, a)) return enqueue_hopper(c, a);
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_many_kernel<bf16, true> : gemm_many_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_many_kernel<fp16, true> : gemm_many_kernel<fp16, false>;

@@ -118,7 +118,7 @@ bool can_be_recorded(const pd_program &p) {
 bool is_few(const pd_context &c, const pd_recording &r) {
   const auto is_small = [&](const void *counter) {
     for (const auto &written : c.written)
-      if (written.place == counter) return written.number <= gemm::kFewRows;
+      if (written.place == counter) return written.number <= gemm::few_rows(c);
     return false;
   };
   return !r.counters.empty() && std::all_of(r.counters.begin(), r.counters.end(), is_small);

@@ -12,8 +12,8 @@ from tests.kernels.cuda_library import shuffle
 from tests.kernels.test_gemm import GATED, Linear
 from tests.kernels.test_guard_pages import guarded
 
-FEW = 32
-"""Rows that another kernel takes."""
+FEW, OF_NARROW = 16, 32
+"""Rows that another kernel takes, and as many of layers with few outputs."""
 
 
 def linear_of(context: Context, n: int, k: int, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Linear:
@@ -21,10 +21,10 @@ def linear_of(context: Context, n: int, k: int, *, bias: bool = False, dtype: to
     return Linear.pack(context, weight, normal(-(-n // 32) * 32, seed=3) if bias else None, n)
 
 
-def in_parts(linear: Linear, x: Tensor, epilogue: Epilogue, y: Tensor | None, y_dtype: torch.dtype) -> Tensor:
+def in_parts(linear: Linear, x: Tensor, epilogue: Epilogue, y: Tensor | None, y_dtype: torch.dtype, few: int) -> Tensor:
     """By the kernel of few rows."""
-    ys = [None] * len(x) if y is None else y.split(FEW)
-    parts = [linear(rows, epilogue, add, y_dtype) for rows, add in zip(x.split(FEW), ys, strict=False)]
+    ys = [None] * len(x) if y is None else y.split(few)
+    parts = [linear(rows, epilogue, add, y_dtype) for rows, add in zip(x.split(few), ys, strict=False)]
     return torch.cat(parts)
 
 
@@ -33,7 +33,8 @@ def assert_bits(
 ) -> Tensor:
     y = normal(len(x), linear.num_outputs, seed=4) if epilogue == Epilogue.ADD else None
     whole = linear(x, epilogue, y, y_dtype)
-    assert same_bits(whole, in_parts(linear, x, epilogue, y, y_dtype))
+    for few in (FEW, OF_NARROW):
+        assert same_bits(whole, in_parts(linear, x, epilogue, y, y_dtype, few))
     return whole
 
 
@@ -72,7 +73,8 @@ def assert_one_record_serves_any_number_of_rows(context: Context) -> None:
     linear, x = linear_of(context, 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
     y, rows, whole = torch.empty(200, 40), count(0), linear(x)
     record = linear.record(rows, x, y)
-    for num in (200, 0, FEW, FEW + 1, 1, FEW - 1, 64, 129):
+    edges = (few + i for few in (FEW, OF_NARROW) for i in (0, 1, -1))
+    for num in (200, 0, *edges, 1, 64, 129):
         rows[0] = num
         y.fill_(torch.nan)
         linear.context.call(record)

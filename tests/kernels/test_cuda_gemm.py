@@ -12,7 +12,7 @@ from tests.kernels import test_gemm_weight_only
 from tests.kernels.calls import normal, same_bits
 from tests.kernels.cuda_library import LARGE, SMALL
 from tests.kernels.many_rows import (
-    FEW,
+    OF_NARROW,
     assert_bits,
     assert_no_order_of_threads_changes_a_bit,
     assert_nothing_outside_is_touched,
@@ -62,7 +62,7 @@ def test_weights_that_are_under_way_end_with_their_panel(emulated: Library, k: i
 def test_weights_alone_in_int8_have_the_bits_of_few(emulated: Library, blocks: int, n: int) -> None:
     context, weight = emulated.context(blocks), normal(n, 328, seed=2, dtype=torch.bfloat16)
     x = normal(70, 328, seed=1, dtype=torch.bfloat16)
-    few = [test_gemm_weight_only.linear(context, rows, weight) for rows in x.split(FEW)]
+    few = [test_gemm_weight_only.linear(context, rows, weight) for rows in x.split(OF_NARROW)]
     assert same_bits(test_gemm_weight_only.linear(context, x, weight), torch.cat(few))
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) ->
 @pytest.mark.parametrize("form", [None, "int8_weight_only"])
 def test_a_list_for_few_rows_is_recorded_without_the_kernels_for_many(emulated: Library, form: str | None) -> None:
     """As far as the host knows how many there are: where it does not, the list is right all the same."""
-    backend, most = DeviceBackend(load(EMULATED_DEVICE), torch.bfloat16), FEW + 8
+    backend, most = DeviceBackend(load(EMULATED_DEVICE), torch.bfloat16), OF_NARROW + 8
     rows, x = backend.zeros((2,), torch.int32), backend.place(normal(most, 64, seed=1, dtype=torch.bfloat16))
     hidden, y = backend.zeros((most, 96), torch.bfloat16), backend.zeros((most, 40), torch.float32)
     layers = [
@@ -141,7 +141,7 @@ def test_a_list_for_few_rows_is_recorded_without_the_kernels_for_many(emulated: 
     program.linear(rows[:1], hidden, layers[1], y)
     program.finish()
     launches, found = backend.library.functions.pd_emulate_num_captured, []
-    for written, wanted in (([most], 0), ([3], 2), ([most], 4), ([FEW], 0), ([most, 0], 0), ([5], 0)):
+    for written, wanted in (([most], 0), ([3], 2), ([most], 4), ([OF_NARROW], 0), ([most, 0], 0), ([5], 0)):
         before = launches()
         backend.memory.fill(y, 0)
         backend.memory.write(rows, np.array(written, np.int32))
