@@ -82,17 +82,13 @@ constexpr int kBlocksAMultiprocessor = 8;
 // Of attention, whose blocks hold much of the shared memory: a plan has as many workers.
 constexpr int kBlocksAtATime = 2;
 
-// The threads of a block, the blocks that a multiprocessor is to have at a time, the bytes of shared memory that each
-// has besides what the kernel declares, and how many blocks run together (compute capability 9.0).
+// The threads of a block, the blocks that a multiprocessor is to have at a time, and the bytes of shared memory that
+// each has besides what the kernel declares.
 struct Grid {
-  Grid(int threads, int blocks = kBlocksAMultiprocessor, int64_t shared_bytes = 0, int cluster = 1)
-      : threads(threads), blocks(blocks), cluster(cluster), shared_bytes(shared_bytes) {}
-  int threads, blocks, cluster;
+  Grid(int threads, int blocks = kBlocksAMultiprocessor, int64_t shared_bytes = 0)
+      : threads(threads), blocks(blocks), shared_bytes(shared_bytes) {}
+  int threads, blocks;
   int64_t shared_bytes;
-  int num_blocks(int num_multiprocessors) const {
-    const int number = num_multiprocessors * blocks;
-    return number < cluster ? cluster : number / cluster * cluster;
-  }
 };
 
 // Whether what is being recorded is for few rows, as far as the host knows (recording.cu).
@@ -122,23 +118,14 @@ int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...),
       launched(name, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)grid.shared_bytes)))
     return -1;
-  cudaLaunchAttribute attributes[2];
-  int number = 0;
-  if (is_early) {
-    attributes[number].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[number++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (grid.cluster > 1) {
-    attributes[number].id = cudaLaunchAttributeClusterDimension;
-    attributes[number].val.clusterDim.x = grid.cluster;
-    attributes[number].val.clusterDim.y = attributes[number].val.clusterDim.z = 1;
-    number++;
-  }
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   const Target &on = target(c);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid.num_blocks(on.num_multiprocessors)), config.blockDim = dim3(grid.threads);
+  config.gridDim = dim3(on.num_multiprocessors * grid.blocks), config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes, config.stream = (cudaStream_t)on.stream;
-  config.attrs = attributes, config.numAttrs = number;
+  config.attrs = &early, config.numAttrs = is_early ? 1 : 0;
   return launched(name, cudaLaunchKernelEx(&config, kernel, (P)arguments...));
 }
 // One kernel, put into the context's stream.
@@ -155,12 +142,9 @@ int launch_early(pd_context &c, const char *name, void (*kernel)(P...), Grid gri
   constexpr int kRecordsEarly = 12030;
   return launch(c, name, compiled.ptxVersion >= 90 && target(c).driver >= kRecordsEarly, kernel, grid, arguments...);
 }
-inline int num_blocks(const pd_context &c, const Grid &grid) { return grid.num_blocks(target(c).num_multiprocessors); }
+inline int num_blocks(const pd_context &c, const Grid &grid) { return target(c).num_multiprocessors * grid.blocks; }
 #else
-inline int num_blocks(const pd_context &c, Grid grid) {
-  grid.blocks = 1;
-  return grid.num_blocks(target(c).num_multiprocessors);
-}
+inline int num_blocks(const pd_context &c, const Grid &) { return target(c).num_multiprocessors; }
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...), Grid grid, A... arguments) {
   const Target &on = target(c);
@@ -172,7 +156,7 @@ int launch(pd_context &c, const char *name, bool is_early, void (*kernel)(P...),
       if (is_early) emulate::check_awaited();
     };
     emulate::Before *before = emulate::before_kernel(on.stream, is_early);
-    const std::string problem = emulate::run(blocks, grid.threads, grid.shared_bytes, grid.cluster, body, before);
+    const std::string problem = emulate::run(blocks, grid.threads, grid.shared_bytes, body, before);
     return problem.empty() ? problem : std::string(name) + ": " + problem;
   });
   return launched(name, cudaGetLastError());

@@ -14,7 +14,7 @@ struct Strides {  // of dimensions 1, 2 and 3, in bytes; multiples of 16
   int64_t of[3];
 };
 // Parts begin anywhere, are of `part` numbers, those of dimension 0 one behind the other, and zeros where the tensor
-// has ended; if is_swizzled, dimension 0 of a part is 128 bytes (warpgroup.h: swizzle_row). What has no further
+// has ended; if is_swizzled, dimension 0 of a part is 128 bytes (warpgroup.h: swizzled_operand). What has no further
 // dimension has 1 of it. 0, or fail(...).
 int map_tensor(TensorMap &, const void *begin, const Extents &, const Strides &, const Extents &part, bool is_swizzled);
 

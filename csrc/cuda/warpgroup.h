@@ -23,10 +23,9 @@ PD_DEVICE uint64_t operand(uint32_t address, int along_k, int along_rows) {
 }
 
 // Of rows of kSwizzledRow bytes, eight of which are kSwizzleBytes and begin at a multiple of that: the 16 bytes of k =
-// 8 p ... 8 p + 7 of row r lie where swizzle_row(r, p) says, so that neither they that write a row nor they that read
-// eight meet a bank twice. 16 of k on, an operand begins 32 bytes on.
+// 8 p ... 8 p + 7 of row r are piece p ^ r % 8 of it, so that neither who writes a row nor who reads eight meets a bank
+// twice. 16 of k on, an operand begins 32 bytes on.
 constexpr int kSwizzledRow = 128, kSwizzleBytes = 8 * kSwizzledRow;
-PD_DEVICE int swizzle_row(int row, int piece) { return row * kSwizzledRow + (piece ^ row % 8) * 16; }
 PD_DEVICE uint64_t swizzled_operand(uint32_t address) {
   return operand(address, 16, kSwizzleBytes) | (uint64_t)1 << 62;
 }
@@ -45,12 +44,7 @@ PD_DEVICE void show_barriers() {
 PD_DEVICE void arrive(const Barriers &barriers, int i) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barriers.at(i))) : "memory");
 }
-// The phase is not over before so many bytes more have come; and with an arrival.
-PD_DEVICE void expect(const Barriers &barriers, int i, int bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barriers.at(i))),
-               "r"(bytes)
-               : "memory");
-}
+// The phase is not over before so many bytes more have come, either.
 PD_DEVICE void arrive_expecting(const Barriers &barriers, int i, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barriers.at(i))),
                "r"(bytes)
@@ -61,22 +55,6 @@ PD_DEVICE void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
   asm volatile(
       "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;}" ::"r"(shared_address(barriers.at(i))), "r"(parity) : "memory");
-}
-// Of the blocks that run together: which one this is; a barrier of another one's, which is told that products have
-// read, which are through, and of nothing that was written: a release to the whole cluster is a fence of the device's
-// memory, a thousand clocks. All of them.
-PD_DEVICE int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-PD_DEVICE void arrive_at(const Barriers &barriers, int i, int rank) {
-  asm volatile(
-      "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, "
-      "[at];}" ::"r"(shared_address(barriers.at(i))), "r"(rank) : "memory");
-}
-PD_DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
 }
 // The part of a tensor that begins there, which the barrier's phase waits for.
 PD_DEVICE void begin_tensor_copy(void *to, const TensorMap &map, int at0, int at1, const Barriers &barriers, int i) {
@@ -94,22 +72,6 @@ PD_DEVICE void begin_tensor_copy(void *to, const TensorMap &map, int at0, int at
       "l"(&map), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(shared_address(barriers.at(i)))
       : "memory");
 }
-// The same to all blocks that run together and are in `ranks`, a bit each: to that place of each one's memory, and
-// counted by that barrier of each.
-PD_DEVICE void begin_tensor_copies(void *to, const TensorMap &map, int at0, int at1, int at2, int at3,
-                                   const Barriers &barriers, int i, int ranks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(shared_address(barriers.at(i))), "h"((uint16_t)ranks)
-      : "memory");
-}
-// Once for this thread, when all is there that it has begun to copy with begin_copy.
-PD_DEVICE void arrive_with_copies(const Barriers &barriers, int i) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barriers.at(i))) : "memory");
-}
-// What threads have copied, and this one has waited for, is there for products of whoever hears of it from this one.
-PD_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 PD_DEVICE void sync_group() {
   asm volatile("barrier.sync %0, %1;" ::"r"(1 + (int)threadIdx.x / kGroupThreads), "n"(kGroupThreads) : "memory");
 }
@@ -182,26 +144,10 @@ PD_MULTIPLY_GROUP_128(fp16, "f16")
 inline void begin_barrier(const Barriers &barriers, int i, int count) { emulate::begin_barrier(barriers.at(i), count); }
 inline void show_barriers() {}
 inline void arrive(const Barriers &barriers, int i) { emulate::arrive(barriers.at(i)); }
-inline void expect(const Barriers &barriers, int i, int bytes) { emulate::expect(barriers.at(i), bytes); }
-inline void arrive_expecting(const Barriers &barriers, int i, int bytes) {
-  emulate::expect(barriers.at(i), bytes);
-  emulate::arrive(barriers.at(i));
-}
+inline void arrive_expecting(const Barriers &barriers, int i, int bytes) { emulate::arrive(barriers.at(i), bytes); }
 inline void await_barrier(const Barriers &barriers, int i, uint32_t parity) {
   emulate::await_barrier(barriers.at(i), parity);
 }
-inline int cluster_rank() { return emulate::place().rank; }
-inline void arrive_at(const Barriers &barriers, int i, int rank) {
-  emulate::arrive(emulate::at_rank(barriers.at(i), rank));
-}
-inline void begin_tensor_copies(void *to, const TensorMap &map, int at0, int at1, int at2, int at3,
-                                const Barriers &barriers, int i, int ranks) {
-  for (int rank = 0; rank < emulate::place().cluster; rank++)
-    if (ranks >> rank & 1)
-      emulate::begin_tensor_copy((char *)emulate::at_rank(to, rank), map, {at0, at1, at2, at3},
-                                 emulate::at_rank(barriers.at(i), rank));
-}
-inline void arrive_with_copies(const Barriers &barriers, int i) { emulate::arrive_with_copies(barriers.at(i)); }
 inline void begin_tensor_copy(void *to, const TensorMap &map, int at0, int at1, const Barriers &barriers, int i) {
   emulate::begin_tensor_copy((char *)to, map, {at0, at1, 0, 0}, barriers.at(i));
 }
@@ -209,8 +155,7 @@ inline void begin_tensor_copy(void *to, const TensorMap &map, int at0, int at1, 
                               const Barriers &barriers, int i) {
   emulate::begin_tensor_copy((char *)to, map, {at0, at1, at2, at3}, barriers.at(i));
 }
-using emulate::begin_products, emulate::end_products, emulate::fence_async;
-using emulate::shared_address, emulate::sync_cluster, emulate::sync_group;
+using emulate::begin_products, emulate::end_products, emulate::shared_address, emulate::sync_group;
 template <int kNumber, bool kMore>
 void change_registers() {}
 inline int anew(int x) { return x; }

@@ -289,21 +289,18 @@ extern "C" const char *run(const char *name, int blocks, int threads, uint64_t s
   for (int i = 0; i < 256; i++) given[i] = (float)i;
   give_operands();
   emulate::set_seed(seed);
-#define RUN(kernel, cluster, before) \\
-  if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, cluster, [&] { kernel(out); }, before);
-#define X(kernel) RUN(kernel, 1, nullptr)
+#define RUN(kernel, before) \\
+  if (!strcmp(name, #kernel)) problem = emulate::run(blocks, threads, 4096, [&] { kernel(out); }, before);
+#define X(kernel) RUN(kernel, nullptr)
   KERNELS(X)
   GROUP_KERNELS(X)
-#undef X
-#define X(kernel) RUN(kernel, 2, nullptr)
-  PAIR_KERNELS(X)
 #undef X
   const emulate::Opened opened;
   kept = (float *)emulate::allocate(128 * sizeof(float));
   std::fill(kept, kept + 128, 1.0f);
   emulate::Before before;
   std::fill(kept, kept + 128, 2.0f);
-#define X(kernel) RUN(kernel, 1, &before)
+#define X(kernel) RUN(kernel, &before)
   EARLY_KERNELS(X)
   emulate::release(kept);
   return problem.c_str();

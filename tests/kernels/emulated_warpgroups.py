@@ -28,8 +28,7 @@ static Stage staged(const SharedMemory &memory, const Barriers &barriers) {
 }
 static void bring(const Stage &stage) {  // as a tensor of two rows of 32 matrices
   if (thread_index() > 0) return;
-  expect(stage.barriers, 0, 4096);
-  arrive(stage.barriers, 0);
+  arrive_expecting(stage.barriers, 0, 4096);
   for (int i = 0; i < 2; i++) begin_tensor_copy(stage.bytes.at(2048 * i), map_of_both, 0, 0, i, 0, stage.barriers, 0);
 }
 static void multiply(const Stage &stage, float (&sums)[32], int offset = 2048, bool adds = false) {
@@ -74,20 +73,6 @@ void sums_of_one_group_too_soon(float *out) {
   tell(out, sums);
   await_products<0>();
 }
-static void by_threads(const Stage &stage) {
-  for (int i = thread_index(); i < 256; i += 128) begin_copy(stage.bytes.at(16 * i), multiplied_by + 8 * i, true);
-}
-void copied_by_threads(float *out) {
-  STAGED(stage);
-  by_threads(stage);
-  arrive_with_copies(stage.barriers, 1);
-  await_barrier(stage.barriers, 1, 0);
-  fence_async();
-  multiply(stage, sums);
-  multiply(stage, sums, 2048, true);
-  await_products<0>();
-  tell(out, sums);
-}
 void copied_again(float *out) {  // when all have said that they have multiplied
   STAGED(stage);
   bring(stage);
@@ -96,6 +81,20 @@ void copied_again(float *out) {  // when all have said that they have multiplied
   await_products<0>();
   arrive(stage.barriers, 1);
   if (thread_index() == 0) await_barrier(stage.barriers, 1, 0);
+  bring(stage);
+  await_barrier(stage.barriers, 0, 1);
+  multiply(stage, sums, 2048, true);
+  await_products<0>();
+  tell(out, sums);
+}
+void heard_of_in_meetings(float *out) {  // what one warp has waited for; and that all have multiplied
+  STAGED(stage);
+  bring(stage);
+  if (thread_index() < 32) await_barrier(stage.barriers, 0, 0);
+  sync_block();
+  multiply(stage, sums);
+  await_products<0>();
+  sync_group();
   bring(stage);
   await_barrier(stage.barriers, 0, 1);
   multiply(stage, sums, 2048, true);
@@ -132,24 +131,34 @@ void nothing_there(float *out) {
   multiply(stage, sums);
   await_products<0>();
 }
-void not_fenced(float *out) {
+static void copy_by_threads(const Stage &stage) {
+  for (int i = thread_index(); i < 256; i += 128) begin_copy(stage.bytes.at(16 * i), multiplied_by + 8 * i, true);
+  end_copy_group();
+}
+void copied_by_threads(float *out) {  // to where a tensor was
   STAGED(stage);
-  by_threads(stage);
-  arrive_with_copies(stage.barriers, 1);
-  fence_async();
-  await_barrier(stage.barriers, 1, 0);
+  bring(stage);
+  await_barrier(stage.barriers, 0, 0);
+  copy_by_threads(stage);
+  await_copies<0>();
+  sync_block();
   multiply(stage, sums);
   await_products<0>();
 }
-void not_told(float *out) {
+void multiplied_and_copied_to_by_threads(float *out) {
   STAGED(stage);
-  by_threads(stage);
-  end_copy_group();
-  await_copies<0>();
-  sync_block();
-  fence_async();
+  bring(stage);
+  await_barrier(stage.barriers, 0, 0);
   multiply(stage, sums);
+  copy_by_threads(stage);
   await_products<0>();
+}
+void copied_to_twice(float *out) {  // by threads, and before they are through as a tensor
+  STAGED(stage);
+  copy_by_threads(stage);
+  sync_block();
+  bring(stage);
+  await_copies<0>();
 }
 void multiplied_and_copied_to(float *out) {
   STAGED(stage);
@@ -207,61 +216,24 @@ void tensor_askew(float *out) {
 }
 void never_there(float *out) {
   STAGED(stage);
-  if (thread_index() == 0) expect(stage.barriers, 0, 64), arrive(stage.barriers, 0);
+  if (thread_index() == 0) arrive_expecting(stage.barriers, 0, 64);
   await_barrier(stage.barriers, 0, 0);
 }
 void one_too_many(float *out) {
   STAGED(stage);
-  if (thread_index() == 0) expect(stage.barriers, 0, 64), arrive(stage.barriers, 0);
+  if (thread_index() == 0) arrive_expecting(stage.barriers, 0, 64);
   sync_block();
   arrive(stage.barriers, 0);
-}
-// Of two blocks that run together.
-static void bring_to_both(const Stage &stage) {
-  if (thread_index() > 0) return;
-  expect(stage.barriers, 0, 4096);
-  arrive(stage.barriers, 0);
-  for (int i = 0; i < 2 && cluster_rank() == 0; i++)
-    begin_tensor_copies(stage.bytes.at(2048 * i), map_of_both, 0, 0, i, 0, stage.barriers, 0, 3);
-}
-void brought_to_both(float *out) {
-  STAGED(stage);
-  sync_cluster();
-  bring_to_both(stage);
-  await_barrier(stage.barriers, 0, 0);
-  multiply(stage, sums);
-  multiply(stage, sums, 2048, true);
-  await_products<0>();
-  tell(out, sums);
-  if (thread_index() < 64) arrive_at(stage.barriers, 1, 0);
-  if (cluster_rank() == 0) await_barrier(stage.barriers, 1, 0);
-  sync_cluster();
-}
-void left_too_soon(float *out) {
-  STAGED(stage);
-  sync_cluster();
-  if (thread_index() == 0) arrive_at(stage.barriers, 0, 1 - cluster_rank());
-}
-void told_too_soon(float *out) {
-  STAGED(stage);
-  if (thread_index() == 0) arrive_at(stage.barriers, 0, 1 - cluster_rank());
-  sync_cluster();
-}
-void brought_too_soon(float *out) {
-  STAGED(stage);
-  bring_to_both(stage);
-  await_barrier(stage.barriers, 0, 0);
-  sync_cluster();
 }
 void begun_meanwhile(float *out) {
   SHARED_ARRAY(uint64_t, barriers, 1);
   if (thread_index() == 0) begin_barrier(barriers, 0, 128);
   arrive(barriers, 0);
 }
-#define PAIR_KERNELS(X) X(brought_to_both) X(left_too_soon) X(told_too_soon) X(brought_too_soon)
-#define GROUP_KERNELS(X)                                                                                    \\
-  X(grouped) X(sums_too_soon) X(sums_of_one_group_too_soon) X(copied_by_threads) X(copied_again)            \\
-  X(reversed_in_group) X(groups_race) X(half_a_group) X(not_waited_for) X(nothing_there) X(not_fenced)        \\
-  X(not_told) X(multiplied_and_copied_to) X(not_said_to_be_free) X(different_operands) X(products_left)      \\
-  X(begun_meanwhile) X(not_begun) X(operand_outside) X(tensor_left) X(tensor_askew) X(never_there) X(one_too_many)
+#define GROUP_KERNELS(X)                                                                                      \\
+  X(grouped) X(sums_too_soon) X(sums_of_one_group_too_soon) X(copied_again) X(heard_of_in_meetings)           \\
+  X(reversed_in_group) X(groups_race) X(half_a_group) X(not_waited_for) X(nothing_there) X(copied_by_threads) \\
+  X(multiplied_and_copied_to_by_threads) X(copied_to_twice) X(multiplied_and_copied_to)                       \\
+  X(not_said_to_be_free) X(different_operands) X(products_left) X(begun_meanwhile) X(not_begun)               \\
+  X(operand_outside) X(tensor_left) X(tensor_askew) X(never_there) X(one_too_many)
 """

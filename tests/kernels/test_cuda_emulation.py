@@ -82,7 +82,7 @@ RIGHT = {
     "some_leave": np.where(THREADS < 64, 2.0, 1.0),
     "found_early": np.full(128, 33.0),
     "copied_early": np.full(128, 1.0),
-    **dict.fromkeys(["grouped", "copied_by_threads", "copied_again", "brought_to_both"], GROUPED),
+    **dict.fromkeys(["grouped", "copied_again", "heard_of_in_meetings"], GROUPED),
     **dict.fromkeys(["sums_too_soon", "sums_of_one_group_too_soon"], np.full(128, np.nan)),
     "reversed_in_group": THREADS[::-1],
 }
@@ -138,8 +138,9 @@ WRONG = {
     "half_a_group": "threads wait for ever: 0 for their block, 64 for their group, 0 for their warp",
     "not_waited_for": "is multiplied(, and nothing was copied| while it is copied to|, and nobody waited for its copy)",
     "nothing_there": "is multiplied, and nothing was copied",
-    "not_fenced": "is multiplied with no fence_async",
-    "not_told": "is multiplied(, and nothing was copied| while it is copied to|, and nobody waited for its copy)",
+    "copied_by_threads": "is multiplied, and nothing was copied",
+    "multiplied_and_copied_to_by_threads": "is copied to while products read it",
+    "copied_to_twice": "is copied to twice at a time",
     "multiplied_and_copied_to": "copied to( while products read it|, and warp [0-3] has not said that it has read it)",
     "not_said_to_be_free": "copied to( while products read it|, and warp [1-3] has not said that it has read it)",
     "different_operands": "threads of group 0 have multiplied different things",
@@ -152,8 +153,6 @@ WRONG = {
     "one_too_many": "more arrive at a barrier than it counts",
     "written_early": "memory is written that kernels in front may use",
     "begun_meanwhile": "a barrier that was (not begun|begun meanwhile)",
-    **dict.fromkeys(["told_too_soon", "brought_too_soon"], "a barrier that was (not begun|begun meanwhile)"),
-    "left_too_soon": "others reach into a block that ends|block [01] of those that run together has ended",
 }
 
 

@@ -48,7 +48,7 @@ constexpr size_t STACK_BYTES = 64 << 10;
 constexpr size_t MEET_AND_ORDER = 0, RELEASE = 65, FIRST_MEETING = 66;  // in place of the size of what lanes give
 constexpr int64_t GRANULE = 2;  // bytes: the smallest value that kernels keep in shared memory
 
-enum class Waits { nothing, block, group, warp, cluster, barrier, kernels, over };
+enum class Waits { nothing, block, group, warp, barrier, kernels, over };
 
 struct Fiber {
   void *stack_pointer = nullptr;
@@ -65,12 +65,6 @@ struct Warp {
   uint32_t order_round = 0;  // meetings so far that order memory between lanes: no shuffle and no product does
 };
 
-struct Block {
-  int num_live = 0, num_arrived = 0;
-  uint32_t round = 0;
-  int64_t bytes = 0;  // of shared memory
-  uint32_t reached = 0;  // into by others: one more than how often all had met
-};
 struct Group {
   int num_arrived = 0;
   uint32_t round = 0;
@@ -90,7 +84,6 @@ struct Shadow {
 
 struct Region {
   const void *tag;
-  int rank;
   int64_t begin, bytes;
 };
 
@@ -105,10 +98,8 @@ struct Machine {
   std::vector<Region> regions;
   const std::function<void()> *body = nullptr;
   void *home = nullptr;
-  int num_live = 0, num_arrived = 0;  // of all blocks that run together
-  uint32_t cluster_round = 0;
-  std::vector<Block> blocks;
-  int now = 0;  // the thread that runs
+  int num_live = 0, num_arrived = 0;
+  uint32_t block_round = 0;
   int64_t launch_bytes = 0;  // of shared memory, that a launch gives
   Place place{};
   Before *before = nullptr;  // what blocks find until they have waited for the kernels in front
@@ -116,12 +107,10 @@ struct Machine {
   uint64_t seed = 1;
   std::mt19937_64 draw;
 
-  Fiber &fiber() { return fibers[now]; }
-  Warp &warp() { return warps[now / WARP]; }
-  Group &group() { return groups[now / GROUP]; }
-  int rank(int thread) const { return thread / place.num_threads; }
-  Block &block() { return blocks[place.rank]; }
-  Moment moment() { return {now, cluster_round, block().round, group().round, warp().order_round}; }
+  Fiber &fiber() { return fibers[place.thread]; }
+  Warp &warp() { return warps[place.thread / WARP]; }
+  Group &group() { return groups[place.thread / GROUP]; }
+  Moment moment() { return {place.thread, block_round, group().round, warp().order_round}; }
 };
 
 Machine m;        // not of each thread: to find it would cost more than most of what is done with it
@@ -139,16 +128,10 @@ void wake(int first, int stop, Waits what) {
   for (int i = first; i < stop; i++)
     if (m.fibers[i].waits == what) m.fibers[i].waits = Waits::nothing;
 }
-void end_block_meeting(int rank) {
-  const int threads = m.place.num_threads;
-  m.blocks[rank].num_arrived = 0, m.blocks[rank].round++;
-  under_way::meet(rank * threads / WARP, (threads + WARP - 1) / WARP);
-  wake(rank * threads, (rank + 1) * threads, Waits::block);
-}
-void end_cluster_meeting() {
-  m.num_arrived = 0, m.cluster_round++;
+void end_block_meeting() {
+  m.num_arrived = 0, m.block_round++;
   under_way::meet(0, (int)m.warps.size());
-  wake(0, (int)m.fibers.size(), Waits::cluster);
+  wake(0, (int)m.fibers.size(), Waits::block);
 }
 
 void end_warp_meeting(int warp) {
@@ -161,12 +144,9 @@ void begin_fiber() {
   (*m.body)();
   if (!m.fiber().copies.empty()) fault("it ends with %d copies under way", (int)m.fiber().copies.size());
   under_way::end_thread();
-  Block &block = m.block();  // a barrier is for those that are left
-  if (block.num_live == 1 && block.reached > m.cluster_round) fault("others reach into a block that ends");
   m.fiber().waits = Waits::over;
   m.warp().num_live--;
-  if (--block.num_live && block.num_arrived == block.num_live) end_block_meeting(m.place.rank);
-  if (--m.num_live && m.num_arrived == m.num_live) end_cluster_meeting();
+  if (--m.num_live && m.num_arrived == m.num_live) end_block_meeting();  // a barrier is for those that are left
   for (;;) to_home();
 }
 
@@ -178,13 +158,13 @@ void *prepared(char *stack) {  // what the switch finds: six registers and where
   return top;
 }
 
-void begin_blocks() {
-  const int of_block = m.place.num_threads, num_threads = of_block * m.place.cluster;
-  m.num_live = num_threads, m.num_arrived = 0, m.cluster_round = 0;
+void begin_block(int block) {
+  const int num_threads = m.place.num_threads;
+  m.place.block = block;
+  m.num_live = num_threads, m.num_arrived = 0, m.block_round = 0;
   m.fibers.assign(num_threads, {});
   m.warps.resize((num_threads + WARP - 1) / WARP);
   m.groups.assign((num_threads + GROUP - 1) / GROUP, {});
-  for (Block &block : m.blocks) block = {of_block, 0, 0, block.bytes, 0};
   under_way::begin_block(num_threads);
   for (size_t w = 0; w < m.warps.size(); w++) {
     m.warps[w].num_arrived = 0, m.warps[w].order_round = 0;
@@ -207,7 +187,7 @@ std::string waiting() {
       text += (text.empty() ? "" : ", ") + std::to_string(count) + " for " + name;
   };
   tell(Waits::block, "their block"), tell(Waits::group, "their group"), tell(Waits::warp, "their warp");
-  tell(Waits::cluster, "their cluster"), tell(Waits::barrier, "a barrier");
+  tell(Waits::barrier, "a barrier");
   return "threads wait for ever: " + text;
 }
 
@@ -220,8 +200,8 @@ void end_early() {
   wake(0, (int)m.fibers.size(), Waits::kernels);
 }
 
-void run_blocks(int first) {
-  begin_blocks();
+void run_block(int block) {
+  begin_block(block);
   if (m.before) m.before->show();
   const int num_threads = (int)m.fibers.size();
   std::vector<int> ready;
@@ -241,18 +221,14 @@ void run_blocks(int first) {
     if (m.seed) std::shuffle(ready.begin(), ready.end(), m.draw);
     for (int i : ready) {
       if (!m.problem.empty()) return;
-      m.now = i, m.place.rank = m.rank(i);
-      m.place.thread = i % m.place.num_threads, m.place.block = first + m.place.rank;
+      m.place.thread = i;
       pd_emulate_switch(&m.home, m.fibers[i].stack_pointer);
     }
   }
   if (m.problem.empty()) m.problem = under_way::end_block();
 }
 
-bool is_of_before(const Moment &a) {  // before this thread's block, or all, met
-  if (a.cluster_round < m.cluster_round) return true;
-  return m.rank(a.thread) == m.place.rank && a.block_round < m.block().round;
-}
+bool is_of_before(const Moment &a) { return a.block_round < m.block_round; }  // before the block met
 bool is_ordered(const Moment &before, int thread) {  // what that access did is known to this thread, or is its own
   if (before.thread < 0 || before.thread == thread || is_of_before(before)) return true;
   const int group = before.thread / GROUP;
@@ -263,12 +239,12 @@ bool is_ordered(const Moment &before, int thread) {  // what that access did is 
 bool are_ordered(const Changes &all) {  // each of them before what this thread does next
   const Moment &last = all.last;
   if (last.thread < 0 || is_of_before(last)) return true;
-  const bool unmet = last.thread / WARP == m.now / WARP && last.order_round == m.warp().order_round;
-  return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.now);
+  const bool unmet = last.thread / WARP == m.place.thread / WARP && last.order_round == m.warp().order_round;
+  return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.place.thread);
 }
 
 void note(Changes &all) {  // one more, by this thread
-  const int thread = m.now;
+  const int thread = m.place.thread;
   const Moment &last = all.last;
   const bool was = last.thread >= 0 && !is_of_before(last);
   const bool same_warp = was && last.thread / WARP == thread / WARP;
@@ -281,14 +257,8 @@ void note(Changes &all) {  // one more, by this thread
 }  // namespace
 
 const Place &place() { return m.place; }
-int number() { return m.now; }
 Moment moment() { return m.moment(); }
-bool is_known(const Moment &of) { return is_ordered(of, m.now); }
-void reach_into(int rank) {
-  if (rank == m.place.rank) return;
-  if (m.blocks[rank].num_live == 0) fault("block %d of those that run together has ended", rank);
-  m.blocks[rank].reached = m.cluster_round + 1;
-}
+bool is_known(const Moment &of) { return is_ordered(of, m.place.thread); }
 void set_seed(uint64_t seed) { m.seed = seed; }
 bool is_running() { return is_running_now; }
 void await_kernels() {
@@ -299,33 +269,28 @@ void check_awaited() {
   if (!m.fiber().has_awaited) fault("a kernel that may begin early has not awaited those before it");
 }
 
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body,
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body,
                 Before *before) {
-  if (num_threads < 1 || num_threads * cluster > MAX_THREADS)
-    return "a block of " + std::to_string(num_threads) + " threads";
+  if (num_threads < 1 || num_threads > MAX_THREADS) return "a block of " + std::to_string(num_threads) + " threads";
   if (num_blocks < 1) return "a grid of " + std::to_string(num_blocks) + " blocks";
-  if (num_blocks % cluster || (cluster > 1 && num_threads % GROUP))
-    return "a grid of " + std::to_string(num_blocks) + " blocks, " + std::to_string(cluster) + " together";
   const std::lock_guard<std::mutex> mine(turn);
   m.body = &body, m.before = before;
   m.problem.clear();
   m.memory.clear(), m.shadows.clear(), m.regions.clear();
-  m.blocks.assign(cluster, {});
-  if (m.memory.capacity() < (size_t)(cluster * MAX_SHARED_BYTES))
-    m.memory.reserve(cluster * MAX_SHARED_BYTES);  // addresses must last
+  m.memory.reserve(MAX_SHARED_BYTES);  // addresses must last
   m.launch_bytes = shared_bytes;
   if (shared_bytes > MAX_SHARED_BYTES) return std::to_string(shared_bytes) + " bytes of shared memory";
-  m.place = {0, 0, num_threads, num_blocks, 0, cluster};
+  m.place = {0, 0, num_threads, num_blocks};
   m.draw.seed(m.seed);
-  std::vector<int> order(num_blocks / cluster);
-  for (size_t i = 0; i < order.size(); i++) order[i] = (int)i * cluster;
+  std::vector<int> order(num_blocks);
+  for (int i = 0; i < num_blocks; i++) order[i] = i;
   if (m.seed) std::shuffle(order.begin(), order.end(), m.draw);
-  for (int first : order) {
+  for (int block : order) {
     is_running_now = true;
-    run_blocks(first);
+    run_block(block);
     is_running_now = false;
     if (is_early()) end_early();
-    if (!m.problem.empty()) return "block " + std::to_string(m.place.block) + ": " + m.problem;
+    if (!m.problem.empty()) return "block " + std::to_string(block) + ": " + m.problem;
   }
   return "";
 }
@@ -341,16 +306,10 @@ void fault(const char *format, ...) {
 }
 
 void sync_block() {
-  if (++m.block().num_arrived == m.block().num_live)
-    end_block_meeting(m.place.rank);
+  if (++m.num_arrived == m.num_live)
+    end_block_meeting();
   else
     wait(Waits::block);
-}
-void sync_cluster() {
-  if (++m.num_arrived == m.num_live)
-    end_cluster_meeting();
-  else
-    wait(Waits::cluster);
 }
 
 // A device waits for lanes in an instruction, not for whatever they come to: what they give tells some of these apart.
@@ -360,7 +319,7 @@ static void meet(size_t size) {
   if (w.num_arrived > 0 && size != w.size) fault("lanes of a warp meet in different instructions");
   w.size = size;
   if (++w.num_arrived == WARP)
-    end_warp_meeting(m.now / WARP);
+    end_warp_meeting(m.place.thread / WARP);
   else
     wait(Waits::warp);
 }
@@ -368,7 +327,7 @@ void sync_warp() { meet(MEET_AND_ORDER); }
 void meet_in(Meeting what) { meet(FIRST_MEETING + (size_t)what); }
 
 void sync_group() {
-  const int first = m.now / GROUP * GROUP;
+  const int first = m.place.thread / GROUP * GROUP;
   if (first + GROUP > (int)m.fibers.size()) fault("a group of %d threads", (int)m.fibers.size() - first);
   if (++m.group().num_arrived < GROUP) return wait(Waits::group);
   m.group().num_arrived = 0, m.group().round++;
@@ -381,7 +340,7 @@ void release() { meet(RELEASE); }
 
 const void *exchange(const void *mine, size_t size) {
   Warp &w = m.warp();
-  memcpy(w.data + m.now % WARP * size, mine, size);
+  memcpy(w.data + m.place.thread % WARP * size, mine, size);
   meet(size);
   return w.data;
 }
@@ -402,17 +361,14 @@ void touch_atomically(const char *where, int64_t bytes) {
 
 char *shared(const void *tag, int64_t bytes) {
   for (const Region &region : m.regions)
-    if (region.tag == tag && region.rank == m.place.rank) return m.memory.data() + region.begin;
-  const int64_t end = m.block().bytes + (bytes + 15) / 16 * 16, of_rank = m.place.rank * MAX_SHARED_BYTES;
+    if (region.tag == tag) return m.memory.data() + region.begin;
+  const int64_t begin = shared_size(), end = begin + (bytes + 15) / 16 * 16;
   // Both together: a launch asks for more than a kernel may have otherwise only if what it gives is more by itself.
   const int64_t most = m.launch_bytes > DECLARED_BYTES ? MAX_SHARED_BYTES : DECLARED_BYTES;
   if (end > most) fault("%lld bytes of shared memory, of %lld", (long long)end, (long long)most);
-  const int64_t begin = of_rank + std::exchange(m.block().bytes, end);
-  if ((int64_t)m.memory.size() < of_rank + end) {
-    m.memory.resize(of_rank + end, (char)0xff);
-    m.shadows.resize((of_rank + end) / GRANULE);
-  }
-  m.regions.push_back({tag, m.place.rank, begin, bytes});
+  m.memory.resize(end, (char)0xff);
+  m.shadows.resize(end / GRANULE);
+  m.regions.push_back({tag, begin, bytes});
   return m.memory.data() + begin;
 }
 
@@ -426,7 +382,7 @@ void touch(const char *where, int64_t bytes, bool is_write) {
   const int64_t first = where - m.memory.data();
   if (first < 0 || first + bytes > (int64_t)m.memory.size())
     fault("%lld bytes outside shared memory", (long long)bytes);
-  const int thread = m.now;
+  const int thread = m.place.thread;
   const Moment mine = m.moment();
   for (int64_t g = first / GRANULE; g < (first + bytes + GRANULE - 1) / GRANULE; g++) {
     Shadow &shadow = m.shadows[g];
@@ -475,11 +431,6 @@ void bring(Copy &copy) {
   if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
   else memset(copy.to, 0, copy.bytes);
 }
-void end_copy(Copy &copy) {
-  set_coming(copy, false);
-  bring(copy);
-}
-std::vector<Copy> hand_over_copies() { return std::exchange(m.fiber().copies, {}); }
 void end_copy_group() { m.fiber().copy_group++; }
 
 void await_copies(int num_left) {
@@ -490,7 +441,8 @@ void await_copies(int num_left) {
       under_way.push_back(copy);
       continue;
     }
-    end_copy(copy);
+    set_coming(copy, false);
+    bring(copy);
     touch(copy.to, copy.bytes, true);
     under_way::forget(copy.to, copy.bytes);
   }

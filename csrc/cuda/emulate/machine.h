@@ -10,7 +10,6 @@
 #include <functional>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 namespace pagedec::emulate {
 
@@ -21,17 +20,15 @@ constexpr int64_t DECLARED_BYTES = 48 << 10;     // of those, what a kernel has 
 
 struct Place {  // of the thread that runs
   int thread, block, num_threads, num_blocks;
-  int rank = 0, cluster = 1;  // of its block, among how many that run together
 };
 const Place &place();
-int number();  // of the thread, among those of all blocks that run together
 
 class Before;  // memory.h
 
-// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares;
-// `cluster` of them at a time run together. `before`: what a block finds in memory until all of its threads wait for
-// the kernels in front, or for one another. Empty, or what went wrong.
-std::string run(int num_blocks, int num_threads, int64_t shared_bytes, int cluster, const std::function<void()> &body,
+// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares.
+// `before`: what a block finds in memory until all of its threads wait for the kernels in front, or for one another.
+// Empty, or what went wrong.
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body,
                 Before *before = nullptr);
 
 // Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
@@ -50,17 +47,14 @@ bool is_running();
 
 void sync_block();
 void sync_warp();
-void sync_group();    // of 128 threads, that is, four warps
-void sync_cluster();  // of all blocks that run together
+void sync_group();  // of 128 threads, that is, four warps
 // Who did something, and how many meetings that order memory he had had.
 struct Moment {
   int32_t thread = -1;
-  uint32_t cluster_round = 0, block_round = 0, group_round = 0, order_round = 0;
+  uint32_t block_round = 0, group_round = 0, order_round = 0;
 };
 Moment moment();
 bool is_known(const Moment &);  // to this thread
-// Another block's shared memory is reached into, which must be there until that block has met all others.
-void reach_into(int rank);
 // Instructions that lanes carry out together, which orders no memory between them.
 enum class Meeting { begin_products, multiply_group, end_products, await_products };
 void meet_in(Meeting);
@@ -84,7 +78,7 @@ void release();
 
 // Shared memory of the block that runs: of one declaration, whose address is `tag`; it begins as NaN.
 char *shared(const void *tag, int64_t bytes);
-// All blocks' that run together, of each from a multiple of MAX_SHARED_BYTES on; what of it is declared so far.
+// All of it that is declared so far.
 const char *shared_begin();
 int64_t shared_size();
 // A thread is about to read or write so many bytes of it.
@@ -103,8 +97,6 @@ struct Copy {
   bool is_brought = false;
 };
 void bring(Copy &);
-std::vector<Copy> hand_over_copies();  // all that this thread has begun: another one ends them
-void end_copy(Copy &);
 
 template <class T>
 class SharedValue {  // one of an array: what a thread does with it is watched

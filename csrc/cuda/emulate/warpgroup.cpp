@@ -14,21 +14,16 @@ constexpr int MAX_WARPS = MAX_THREADS / WARP, LINE = 16;  // bytes that are watc
 constexpr int MATRIX = 128;
 
 using Clock = std::array<uint32_t, MAX_WARPS>;  // what of each warp is known
-void join(Clock &mine, const Clock &other) {
-  for (int i = 0; i < MAX_WARPS; i++) mine[i] = std::max(mine[i], other[i]);
-}
 
-// What a warp knows, and whoever waits for a barrier at which it arrived: how far others are, which phases of barriers
-// are over, and up to which of them what threads have copied is fenced.
+// What a warp knows, and whoever waits for a barrier at which it arrived: how far others are, and which phases of
+// barriers are over.
 struct Known {
   Clock clock{};
-  std::map<const void *, uint32_t> waited, fenced;
+  std::map<const void *, uint32_t> waited;
 };
-void join(std::map<const void *, uint32_t> &mine, const std::map<const void *, uint32_t> &other) {
-  for (const auto &[barrier, phases] : other) mine[barrier] = std::max(mine[barrier], phases);
-}
 void join(Known &mine, const Known &other) {
-  join(mine.clock, other.clock), join(mine.waited, other.waited), join(mine.fenced, other.fenced);
+  for (int i = 0; i < MAX_WARPS; i++) mine.clock[i] = std::max(mine.clock[i], other.clock[i]);
+  for (const auto &[barrier, phases] : other.waited) mine.waited[barrier] = std::max(mine.waited[barrier], phases);
 }
 
 struct Barrier {
@@ -40,7 +35,6 @@ struct Barrier {
 enum class Is : uint8_t { nothing, coming, there };
 struct Line {
   Is is = Is::nothing;
-  bool by_threads = false;
   const void *barrier = nullptr;           // that its copy arrives at, and in which phase
   uint32_t phase = 0;
   uint32_t reading = 0;                    // products under way, of any warp
@@ -48,7 +42,6 @@ struct Line {
 };
 struct Coming {
   std::vector<Copy> copies;
-  bool by_threads;
   const void *barrier;
 };
 struct Product {
@@ -80,9 +73,9 @@ struct State {
 };
 State s;
 
-int64_t offset_of(const void *p) { return (const char *)p - shared_begin(); }  // of all blocks' shared memory
-int warp() { return number() / WARP; }
-Thread &thread() { return s.threads[number()]; }
+int64_t offset_of(const void *p) { return (const char *)p - shared_begin(); }
+int warp() { return place().thread / WARP; }
+Thread &thread() { return s.threads[place().thread]; }
 Barrier &barrier_at(const void *at) {
   const auto found = s.barriers.find(at);
   if (found == s.barriers.end()) fault("a barrier that was not begun");
@@ -119,11 +112,8 @@ void check_there(int64_t byte) {
   if (line.is == Is::nothing)
     fault("byte %lld of shared memory is multiplied, and nothing was copied", (long long)byte);
   if (line.is == Is::coming) fault("byte %lld of shared memory is multiplied while it is copied to", (long long)byte);
-  Known &mine = s.known[warp()];
-  if (!line.barrier || mine.waited[line.barrier] <= line.phase)
+  if (s.known[warp()].waited[line.barrier] <= line.phase)
     fault("byte %lld of shared memory is multiplied, and nobody waited for its copy", (long long)byte);
-  if (line.by_threads && mine.fenced[line.barrier] <= line.phase)
-    fault("byte %lld of shared memory is multiplied with no fence_async", (long long)byte);
 }
 
 // Operands: where 16 bytes of a row lie, k = 0 ... 7 or 8 ... 15.
@@ -131,9 +121,8 @@ struct Operand {
   int64_t begin, along_k, along_rows;
   bool is_swizzled;
   explicit Operand(uint64_t bits)
-      : begin(((int64_t)(bits & 0x3fff) << 4) + place().rank * MAX_SHARED_BYTES),
-        along_k((int64_t)(bits >> 16 & 0x3fff) << 4), along_rows((int64_t)(bits >> 32 & 0x3fff) << 4),
-        is_swizzled(bits >> 62 == 1) {
+      : begin((int64_t)(bits & 0x3fff) << 4), along_k((int64_t)(bits >> 16 & 0x3fff) << 4),
+        along_rows((int64_t)(bits >> 32 & 0x3fff) << 4), is_swizzled(bits >> 62 == 1) {
     if ((bits >> 46 & 0xffff) || bits >> 63) fault("an operand with an offset, or a swizzle of fewer than 128 bytes");
   }
   int64_t at(int row, int k) const {
@@ -155,7 +144,7 @@ void each_line(const Product &p, const Do &act) {
 // This thread's part: of D rows g and g + 8 of its warp's 16, columns 2t and 2t + 1 of each eight.
 void carry_out(const Product &p, std::vector<float> &sums) {
   const Operand a(p.of_a), b(p.of_b);
-  const int lane = place().thread % WARP, g = lane / 4, t = lane % 4, first = place().thread / WARP % 4 * 16;
+  const int lane = place().thread % WARP, g = lane / 4, t = lane % 4, first = warp() % 4 * 16;
   double of_a[2][16], of_b[16];
   for (int i = 0; i < 32; i++) of_a[i / 16][i % 16] = p.value(a.row(first + g + i / 16 * 8, i % 16 / 8)[i % 8]);
   for (int column = 0; column < p.columns / 4; column++) {
@@ -183,26 +172,20 @@ Sums &sums_of(Thread &mine, float *registers, int number) {
 
 }  // namespace
 
-uint32_t shared_address(const void *p) { return (uint32_t)(offset_of(p) % MAX_SHARED_BYTES); }
-const char *at_rank(const void *p, int rank) {
-  reach_into(rank);
-  return shared_begin() + rank * MAX_SHARED_BYTES + shared_address(p);
-}
+uint32_t shared_address(const void *p) { return (uint32_t)offset_of(p); }
 
 void begin_barrier(const void *at, int count) {
   touch((const char *)at, 8, true);
   if (!s.barriers.insert({at, {count, count, 0, 0, moment()}}).second) fault("a barrier that was begun before");
 }
-void arrive(const void *at) {
+void arrive(const void *at, int bytes) {
   Barrier &barrier = barrier_at(at);
   if (barrier.missing == 0) fault("more arrive at a barrier than it counts");
+  barrier.bytes += bytes;
   join(barrier.told, s.known[warp()]);
   s.known[warp()].clock[warp()]++;
   barrier.missing--;
   end_if_complete(barrier);
-}
-void expect(const void *at, int bytes) {
-  barrier_at(at).bytes += bytes;
 }
 void await_barrier(const void *at, uint32_t parity) {
   touch((const char *)at, 8, false);
@@ -252,7 +235,7 @@ void begin_tensor_copy(char *to, const TensorMap &map, const std::array<int, 4> 
   if ((uintptr_t)&map % 64) fault("a tensor's map that is not aligned");
   if (shared_address(to) % (t.is_swizzled ? 8 * MATRIX : MATRIX)) fault("a copy of a tensor that is not aligned");
   const uint32_t phase = barrier_at(barrier).phases;
-  Coming coming{{}, false, barrier};
+  Coming coming{{}, barrier};
   int64_t pieces = 0;  // of 16 bytes of the part
   for (int d = 0; d < t.part[3]; d++)
     for (int c = 0; c < t.part[2]; c++)
@@ -267,21 +250,10 @@ void begin_tensor_copy(char *to, const TensorMap &map, const std::array<int, 4> 
           if (t.is_swizzled) byte ^= (byte >> 7 & 7) << 4;
           check_free(byte);
           Line &line = line_at(byte);
-          line.is = Is::coming, line.by_threads = false, line.barrier = barrier, line.phase = phase;
+          line.is = Is::coming, line.barrier = barrier, line.phase = phase;
           coming.copies.push_back({(char *)shared_begin() + byte, is_there ? from : nullptr, LINE, 0});
         }
   s.coming.push_back(coming);
-}
-void arrive_with_copies(const void *at) {
-  Barrier &barrier = barrier_at(at);
-  join(barrier.told, s.known[warp()]);
-  s.known[warp()].clock[warp()]++;
-  s.coming.push_back({hand_over_copies(), true, at});
-  for (const Copy &copy : s.coming.back().copies)
-    each_line(copy, [&](int64_t byte) { line_at(byte).barrier = at, line_at(byte).phase = barrier.phases; });
-}
-void fence_async() {
-  join(s.known[warp()].fenced, s.known[warp()].waited);
 }
 
 void begin_products() {
@@ -346,11 +318,9 @@ void bring_one(bool is_needed, uint64_t drawn) {
   s.coming.erase(s.coming.begin() + which);
   Barrier &barrier = s.barriers[one.barrier];
   for (Copy &copy : one.copies) {
-    if (one.by_threads) end_copy(copy);
-    else bring(copy), barrier.bytes -= copy.bytes;
+    bring(copy), barrier.bytes -= copy.bytes;
     each_line(copy, [](int64_t byte) { line_at(byte).is = Is::there; });
   }
-  if (one.by_threads) barrier.missing--;
   end_if_complete(barrier);
 }
 void meet(int first_warp, int num_warps) {
@@ -375,8 +345,7 @@ void begin_copy(const char *to, int bytes) {
   if (s.barriers.empty()) return;
   each_line({(char *)to, nullptr, bytes, 0}, [](int64_t byte) {
     check_free(byte);
-    Line &line = line_at(byte);
-    line.is = Is::coming, line.by_threads = true, line.barrier = nullptr;
+    line_at(byte).is = Is::coming;
   });
 }
 void forget(const char *to, int bytes) {

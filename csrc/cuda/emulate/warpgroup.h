@@ -2,10 +2,10 @@
 // its own, which are over when it pleases it, and products of four warps whose operands lie in shared memory.
 //
 // What can be got wrong with them is a fault: operands whose copy the warp has not waited for, or which threads have
-// copied and it has not fenced since, or outside shared memory; a copy to where a product that has not been
-// waited for still reads, or has read and nobody has said so through a barrier; sums that are looked at too soon are
-// NaN; warps of a group that multiply different things; copies and products that nobody waits for; a barrier that its
-// thread has begun and not shown by a meeting; what reaches into a block that ends before it has met the others.
+// copied, or outside shared memory; a copy to where a product that has not been waited for still reads, or has read and
+// nobody has said so through a barrier; sums that are looked at too soon are NaN; warps of a group that multiply
+// different things; copies and products that nobody waits for; a barrier that its thread has begun and not shown by a
+// meeting.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -19,19 +19,15 @@ namespace pagedec::emulate {
 constexpr int GROUP = 4 * WARP;
 
 uint32_t shared_address(const void *);
-const char *at_rank(const void *, int rank);  // the same place of the shared memory of another block
 
 // A barrier is eight bytes of shared memory, known by where it is. A phase ends with `count` arrivals, and with as many
 // bytes as were expected in it.
 void begin_barrier(const void *barrier, int count);
-void arrive(const void *barrier);
-void expect(const void *barrier, int bytes);
+void arrive(const void *barrier, int bytes = 0);  // and so many more are expected
 void await_barrier(const void *barrier, uint32_t parity);  // of a phase
 // As the driver makes one: false where it would not.
 bool map_tensor(TensorMap &, const void *, const Extents &, const Strides &, const Extents &part, bool is_swizzled);
 void begin_tensor_copy(char *to, const TensorMap &, const std::array<int, 4> &at, const void *barrier);
-void arrive_with_copies(const void *barrier);  // when this thread's are through
-void fence_async();
 
 // Products: m64nNk16, whose operands are matrices of 8 rows x 16 bytes, 128 bytes in a row each, or swizzled rows.
 using Value = float (*)(uint16_t bits);
