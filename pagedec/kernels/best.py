@@ -66,7 +66,8 @@ class BestRows:
         """The fields of `LaneAnswers` that tell of them."""
         if not self.found:
             return {}
-        flat = self.found[0] if len(self.found) == 1 else np.concatenate(self.found)
+        # np.concatenate looks for a type that suits all of them, 7 us each
+        flat = np.frombuffer(b"".join(found.tobytes() for found in self.found), CANDIDATE_DTYPE)
         fields = {name: np.ascontiguousarray(flat[own]) for name, own in FIELDS}
         return {"best_counts": np.array([len(found) for found in self.found], np.int32), **fields}
 
