@@ -42,6 +42,11 @@ GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 96, "n_inner": 160,
     "n_layer": 4, "n_head": 6, "n_positions": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+MIXTURE = {
+    **TINY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}  # fmt: skip
 KINDS = {
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16", "num_threads": 2},
     "float32": {"model": "smollm2", "dtype": "float32"},
@@ -49,6 +54,7 @@ KINDS = {
     "tiny": {"dtype": "bfloat16", "load_format": "dummy"},
     "gemma3": {"dtype": "bfloat16", "num_threads": 2, "load_format": "dummy"},
     "gpt2": {"dtype": "float32", "load_format": "dummy"},
+    "mixture": {"dtype": "bfloat16", "num_threads": 2, "load_format": "dummy"},
     "int8": {"dtype": "bfloat16", "num_threads": 2, "quantization": "int8", "load_format": "dummy"},
     "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "load_format": "dummy"},
     "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8", "load_format": "dummy"},
@@ -60,6 +66,7 @@ TINY_KINDS = {
     "tiny": TINY,
     "gemma3": GEMMA3,
     "gpt2": GPT2,
+    "mixture": MIXTURE,
     "int8": TINY,
     "KV int8": TINY,
     "KV fp8": TINY,
@@ -93,9 +100,11 @@ def vocabulary() -> Vocabulary:
     return vocabulary_of(Tokenizer.from_path(path))
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8", "process", "ranks")]
-"""Other families (windows and norms behind blocks; learned positions), int8 weights, steps in a process of their
-own, and in two that share the model. tests/models has shorter runs of all families, tests/engine of int8 and of
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "mixture", "int8", "process", "ranks")
+]
+"""Other families (windows and norms behind blocks; learned positions; experts), int8 weights, steps in a process of
+their own, and in two that share the model. tests/models has shorter runs of all families, tests/engine of int8 and of
 processes, tests/parallel of ranks."""
 
 

@@ -98,6 +98,9 @@ FEATURES = {
         {"num_blocks": 14, "kv_offload_memory": "1MiB"}, others=True, disturb=True, twice=True
     ),
     "quantization int8": Feature({"max_num_batched_tokens": 19}, others=True, kind="int8"),
+    "a mixture of experts": Feature(
+        {"num_blocks": 14, "max_num_batched_tokens": 19}, others=True, disturb=True, kind="mixture"
+    ),
     "executor process": Feature({"num_blocks": 20}, others=True, disturb=True, kind="process"),
     "tensor_parallel_size 2": Feature({"max_num_batched_tokens": 19}, others=True, disturb=True, kind="ranks"),
     "async_scheduling": Feature({"async_scheduling": True}, others=True),
