@@ -97,7 +97,7 @@ kernels() {
 
 engine() {
   printf '## Tests of engines\n\n'
-  tests tests/engine/test_cuda_engine.py tests/engine/test_cuda_small_weights.py \
+  tests tests/engine/test_cuda_engine.py tests/engine/test_cuda_small_weights.py tests/engine/test_cuda_mixtures.py \
     tests/engine/test_attention_of_packages.py
 }
 
