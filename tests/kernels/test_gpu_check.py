@@ -111,7 +111,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("stage", "num_at_once"), [("engine", 3), ("sanitizer", 1)])
+@pytest.mark.parametrize(("stage", "num_at_once"), [("engine", 4), ("sanitizer", 1)])
 def test_what_is_stopped_ends(tmp_path: Path, stage: str, num_at_once: int) -> None:
     """A stage's group of processes is told to, as its time limit does, while they and what they have started sleep."""
     pids = tmp_path / "pids"
