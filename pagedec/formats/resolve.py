@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.gguf.parts import first_part
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_PRESET = "smollm2-135m"
@@ -27,7 +28,7 @@ class ModelFiles:
     """Where a model's parts are.
 
     `config` is a config.json or a .gguf, or None with `preset` set. `weights` is a directory or a .gguf, None for dummy
-    weights. `tokenizer` is a directory or a .gguf, None where there is none.
+    weights. `tokenizer` is a directory or a .gguf, None where there is none. Of a .gguf in parts it is the first.
     """
 
     model: str
@@ -61,7 +62,7 @@ def _from_gguf(model: str, path: Path, load_format: str) -> ModelFiles:
         raise InvalidArgument("load_format", load_format, f"must be auto, gguf or dummy for the GGUF file {path}")
     if not path.is_file():
         raise ModelFileError(path, "does not exist" if not path.exists() else "is not a file")
-    dummy = load_format == "dummy"
+    dummy, path = load_format == "dummy", first_part(path)
     return ModelFiles(model, "dummy" if dummy else "gguf", path, None if dummy else path, path)
 
 
@@ -69,9 +70,10 @@ def _from_directory(model: str, directory: Path, load_format: str) -> ModelFiles
     config = directory / "config.json"
     ggufs = sorted(directory.glob("*.gguf"))
     if load_format == "gguf" or (not config.is_file() and ggufs):
-        if len(ggufs) != 1:
+        if len({first_part(path) for path in ggufs}) != 1:
             held = ", ".join(path.name for path in ggufs) or "none"
-            raise ModelFileError(directory, f"must hold exactly one .gguf file to be used as one, holds {held}")
+            allowed = "one model's parts or exactly one .gguf file"
+            raise ModelFileError(directory, f"must hold {allowed} to be used as one, holds {held}")
         return _from_gguf(model, ggufs[0], load_format)
     if not config.is_file():
         raise ModelFileError(config, "does not exist: a model directory needs a config.json")
@@ -147,7 +149,8 @@ def resolve_tokenizer(name: str, revision: str | None = None, download_dir: str 
 def resolve_model(
     model: str | None = None, load_format: str = "auto", revision: str | None = None, download_dir: str | None = None
 ) -> ModelFiles:
-    """Find a model: None or "smollm2" (embedded), a .gguf, a directory, a hub id; with "dummy" also a preset's name.
+    """Find a model: None or "smollm2" (embedded), a .gguf or a part of one, a directory, a hub id; with "dummy" also a
+    preset's name.
 
     `revision`: a hub id's branch, tag or commit. `download_dir`: where what is fetched is kept, if not where the hub's
     client keeps things.

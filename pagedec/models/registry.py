@@ -12,8 +12,9 @@ import torch
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.files import read_json_object
-from pagedec.formats.gguf.header import GgufHeader, read_gguf_header
+from pagedec.formats.gguf.header import GgufHeader
 from pagedec.formats.gguf.metadata import GgufFields, read_gguf_fields
+from pagedec.formats.gguf.parts import read_gguf_model
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource, check_weights
 from pagedec.formats.weights import open_weights
@@ -123,7 +124,7 @@ def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architectu
     if config.suffix == ".gguf":
         if model_impl == "transformers":
             raise InvalidArgument("model_impl", model_impl, "must be auto or native for a .gguf file")
-        return architecture_of_gguf(read_gguf_header(config))
+        return architecture_of_gguf(read_gguf_model(config))
     return from_hf_config(read_json_object(config, "the model configuration"), files, model_impl)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pagedec import environment
 from pagedec.config import ModelConfig
+from pagedec.formats.gguf.parts import part_paths
 from pagedec.formats.resolve import ModelFiles
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.device import DeviceBackend
@@ -30,7 +31,7 @@ def model_digest(files: ModelFiles, config: ModelConfig) -> str:
     if files.weights is None:
         found.update(f"dummy {files.preset} {config.seed}".encode())
     places = [place for place in (files.config, files.weights, files.tokenizer) if place is not None]
-    paths = {path for place in places for path in (place.iterdir() if place.is_dir() else (place,))}
+    paths = {path for place in places for path in (place.iterdir() if place.is_dir() else part_paths(place))}
     for path in sorted(path for path in paths if path.suffix in ENDINGS and path.is_file()):
         found.update(f"{path.name} {path.stat().st_size} ".encode())
         _sample(path, found)

@@ -15,6 +15,7 @@ from pagedec.formats.files import read_json_object
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf.build_tokenizer import build_tokenizer
 from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.parts import first_part
 from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.inputs import Array
 from pagedec.text.byte_table import ByteTable, build_byte_table, spelling_of
@@ -59,6 +60,7 @@ class Tokenizer:
         """Return the tokenizer of a model directory, a tokenizer.json or a .gguf file."""
         place = Path(path)
         if place.suffix == ".gguf":
+            place = first_part(place)  # which has the vocabulary
             return tokenizer_from_gguf(read_gguf_header(place).fields, place)
         return _from_directory(place.parent if place.name == "tokenizer.json" else place)
 

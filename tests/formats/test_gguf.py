@@ -232,10 +232,9 @@ def test_experts_of_other_architectures(write_gguf: WriteGguf) -> None:
 @pytest.mark.parametrize("name", ["ffn_gate_exps", "ffn_gate.0"])
 @pytest.mark.parametrize("shape", [(64,), (1025, 1, 32), (2, 2, 2, 32), (0, 4, 32), (1 << 40, 0, 32)])
 def test_what_is_no_stack_of_experts(write_gguf: WriteGguf, name: str, shape: tuple[int, ...]) -> None:
-    tensor = GgufTensor(f"blk.0.{name}.weight", ENCODINGS[0], shape, 0, 0)
-    header = replace(
-        read_gguf_header(write_gguf({"output_norm.weight": np.zeros(32, np.float32)})), tensors={"": tensor}
-    )
+    header = read_gguf_header(write_gguf({"output_norm.weight": np.zeros(32, np.float32)}))
+    tensor = GgufTensor(f"blk.0.{name}.weight", ENCODINGS[0], shape, header.path, 0, 0)
+    header = replace(header, tensors={"": tensor})
     with pytest.raises(ModelFileError, match=r"weight is \[.*\], must be matrices of 1 to 1024 experts"):
         GgufSource(header.path, header)
 

@@ -167,15 +167,6 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
             read_gguf_header(path)
 
 
-def test_a_part_of_a_model(write_gguf: WriteGguf) -> None:
-    """llama.cpp's splits: each is a file of its own, and none is a model."""
-    values = np.zeros((2, 32), np.float32)
-    parts = {"split.no": 1, "split.count": 3, "split.tensors.count": 9}
-    with pytest.raises(ModelFileError, match="is part 2 of 3 of a model; join them"):
-        read_gguf_header(write_gguf({"output_norm.weight": values}, parts))
-    assert read_gguf_header(write_gguf({"output_norm.weight": values}, {"split.no": 0, "split.count": 1})).tensors
-
-
 def test_a_header_is_read_once_while_something_is_loaded(write_gguf: WriteGguf) -> None:
     """And anew by whoever comes later: the file may be another one."""
     path = write_gguf({"output_norm.weight": np.zeros((2, 32), np.float32)}, {"general.name": "one"})

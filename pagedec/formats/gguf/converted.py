@@ -46,16 +46,19 @@ def cache_directory() -> Path:
 
 
 def _key(source: GgufSource, dtype: torch.dtype) -> str:
-    """Return a hash of all that decides the converted form: the file's header, size and time, and what is made of it.
+    """Return a hash of all that decides the converted form: the files' headers, sizes and times, and what is made of
+    them.
 
     The weights themselves are not hashed, reading them would cost what the cache saves; who changes them changes the
     time.
     """
-    status = source.path.stat()
-    with source.path.open("rb") as file:
-        header = file.read(source.header.num_header_bytes)
-    stamp = f"{CONVERSION} {dtype} {status.st_size} {status.st_mtime_ns}\n"
-    return hashlib.sha256(stamp.encode() + header).hexdigest()
+    found = hashlib.sha256()
+    for path, part in source.header.files.items():
+        status = path.stat()
+        found.update(f"{CONVERSION} {dtype} {status.st_size} {status.st_mtime_ns}\n".encode())
+        with path.open("rb") as file:
+            found.update(file.read(part.num_header_bytes))
+    return found.hexdigest()
 
 
 def _loaded(source: GgufSource) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagedec.errors import ModelFileError
@@ -67,22 +67,31 @@ Value = bool | int | float | str | list["Value"]
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: its shape as Hugging Face writes it (rows first), and its bytes in the file."""
+    """One tensor: its shape as Hugging Face writes it (rows first), and its bytes in the file `path`."""
 
     name: str
     encoding: TensorEncoding
     shape: tuple[int, ...]
+    path: Path
     start: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
+class GgufFile:
+    """How long a file is, and where its weights begin."""
+
+    num_bytes: int
+    num_header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """All of a file but its weights; `num_header_bytes` end where the weights begin."""
+    """All of a model but its weights, which are in `files`: in `path`, the one that the fields are of, and in others
+    where there are several (see parts.py)."""
 
     path: Path
-    num_file_bytes: int
-    num_header_bytes: int
+    files: dict[Path, GgufFile]
     fields: dict[str, Value]
     tensors: dict[str, GgufTensor]
 
@@ -191,7 +200,8 @@ def _tensor(cursor: _Cursor, name: str) -> GgufTensor:
     if shape[-1] % encoding.block_size:
         raise cursor.fail(f"tensor {name}: rows of {shape[-1]}, {encoding.name} has blocks of {encoding.block_size}")
     start = int(cursor.scalar("Q", f"tensor {name}: offset"))
-    return GgufTensor(name, encoding, shape, start, math.prod(shape) // encoding.block_size * encoding.num_bytes)
+    num_bytes = math.prod(shape) // encoding.block_size * encoding.num_bytes
+    return GgufTensor(name, encoding, shape, cursor.path, start, num_bytes)
 
 
 def _read_tensors(cursor: _Cursor, num_tensors: int) -> list[GgufTensor]:
@@ -220,7 +230,7 @@ def _place(cursor: _Cursor, tensors: list[GgufTensor], alignment: Value) -> tupl
         end, previous = start + tensor.num_bytes, tensor.name
         if end > cursor.size:
             raise cursor.fail(f"tensor {tensor.name} ends at byte {end}, the file has {cursor.size}: truncated?")
-        placed[tensor.name] = GgufTensor(tensor.name, tensor.encoding, tensor.shape, start, tensor.num_bytes)
+        placed[tensor.name] = replace(tensor, start=start)
     return data_start, {tensor.name: placed[tensor.name] for tensor in tensors}
 
 
@@ -234,14 +244,9 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     num_tensors = cursor.count("Q", "number of tensors", 32)
     num_fields = cursor.count("Q", "number of fields", 13)
     fields = _read_fields(cursor, num_fields)
-    num_parts = fields.get("split.count", 1)
-    if isinstance(num_parts, int) and num_parts > 1:
-        part = fields.get("split.no")
-        which = f"part {part + 1}" if isinstance(part, int) else "one part"
-        raise ModelFileError(cursor.path, f"is {which} of {num_parts} of a model; join them: llama-gguf-split --merge")
     tensors = _read_tensors(cursor, num_tensors)
     data_start, placed = _place(cursor, tensors, fields.get("general.alignment", DEFAULT_ALIGNMENT))
-    return GgufHeader(cursor.path, cursor.size, data_start, fields, placed)
+    return GgufHeader(cursor.path, {cursor.path: GgufFile(cursor.size, data_start)}, fields, placed)
 
 
 _kept: ContextVar[dict[Path, GgufHeader] | None] = ContextVar("_kept", default=None)
@@ -259,7 +264,7 @@ def headers_kept() -> Iterator[None]:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read and check everything but the weights; raise ModelFileError naming the file and what is wrong."""
+    """Read and check everything of one file but the weights; raise ModelFileError naming the file and what is wrong."""
     kept = _kept.get()
     if kept is None:
         return _read(path)

@@ -85,10 +85,10 @@ def _read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
             continue
         if tensor.encoding.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
             problem = f"tensor {name} is {tensor.encoding.name} {list(tensor.shape)}, must be a list of F32"
-            raise ModelFileError(header.path, problem)
-        values = np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.start)
+            raise ModelFileError(tensor.path, problem)
+        values = np.fromfile(tensor.path, "<f4", tensor.shape[0], offset=tensor.start)
         if len(values) != tensor.shape[0]:
-            raise ModelFileError(header.path, f"tensor {name} ends past the file: truncated?")
+            raise ModelFileError(tensor.path, f"tensor {name} ends past the file: truncated?")
         found[name] = tuple(values.astype(float).tolist())
     return found
 

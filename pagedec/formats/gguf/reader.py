@@ -10,7 +10,8 @@ import torch
 
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf.dequantize import PLAIN, dequantize
-from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from pagedec.formats.gguf.header import GgufHeader, GgufTensor
+from pagedec.formats.gguf.parts import read_gguf_model
 from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, SHARED_GATE, is_behind, layout_of
 from pagedec.formats.mapping import MappedFile
 from pagedec.formats.quantize import from_iq4_nl, from_q4_1, from_q5_0
@@ -62,7 +63,7 @@ class _Stored:
             return mapped.view(whole.start, whole.num_bytes), whole
         num_row_bytes = whole.num_bytes // whole.shape[0]
         start, num_bytes = whole.start + self.first * num_row_bytes, num_rows * num_row_bytes
-        rows = GgufTensor(whole.name, whole.encoding, (num_rows, *whole.shape[1:]), start, num_bytes)
+        rows = replace(whole, shape=(num_rows, *whole.shape[1:]), start=start, num_bytes=num_bytes)
         return mapped.view(start, num_bytes), rows
 
     def restore(self, values: torch.Tensor) -> torch.Tensor:
@@ -75,14 +76,13 @@ class _Stored:
 
 
 class GgufSource:
-    """The tensors of one GGUF file; each is dequantised when loaded, matrices to the dtype of `converted` if that was
-    called."""
+    """The tensors of a GGUF file, or of a model in several; each is dequantised when loaded, matrices to the dtype of
+    `converted` if that was called."""
 
     def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
         self._matrices: torch.dtype | None = None
-        self.header = read_gguf_header(path) if header is None else header
-        self._path = path
-        self._mapped: MappedFile | None = None
+        self.header = read_gguf_model(path) if header is None else header
+        self._mapped: dict[Path, MappedFile] = {}
         self._architecture = self.header.fields.get("general.architecture")
         self._layout = layout_of(self._architecture)
         self._num_layers = self._layers()
@@ -93,7 +93,7 @@ class GgufSource:
             for hf_name, stored in self._places(tensor).items():
                 if hf_name in self._stored:
                     other = self._stored[hf_name].tensor.name
-                    raise ModelFileError(path, f"tensors {name} and {other} are both {hf_name}")
+                    raise ModelFileError(tensor.path, f"tensors {name} and {other} are both {hf_name}")
                 self._stored[hf_name] = stored
 
     def _places(self, tensor: GgufTensor) -> dict[str, _Stored]:
@@ -128,7 +128,7 @@ class GgufSource:
         names = self._layout.of_experts(tensor.name, count) if count <= MAX_EXPERTS else ()
         if not names or len(names) != count:
             problem = f"tensor {tensor.name} is {list(tensor.shape)}, must be matrices of 1 to {MAX_EXPERTS} experts"
-            raise ModelFileError(self._path, problem)
+            raise ModelFileError(tensor.path, problem)
         rows = replace(tensor, shape=(count * num_rows, k))
         return {name: _Stored(rows, e * num_rows, (e + 1) * num_rows) for e, name in enumerate(names)}
 
@@ -137,7 +137,7 @@ class GgufSource:
         names = self._layout.of_experts(tensor.name, count) if count <= MAX_EXPERTS else ()
         if not names or len(names) != count:
             problem = f"tensor {tensor.name} is {list(tensor.shape)}, must be biases of 1 to {MAX_EXPERTS} experts"
-            raise ModelFileError(self._path, problem)
+            raise ModelFileError(tensor.path, problem)
         values = replace(tensor, shape=(count * width,))
         return {name: _Stored(values, e * width, (e + 1) * width) for e, name in enumerate(names)}
 
@@ -152,7 +152,7 @@ class GgufSource:
         if not isinstance(num_heads, int) or num_heads < 1 or tensor.shape[0] % (2 * num_heads):
             # an odd head size has no halves
             raise ModelFileError(
-                self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads!r} {kind} heads"
+                tensor.path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads!r} {kind} heads"
             )
         return num_heads
 
@@ -160,7 +160,7 @@ class GgufSource:
         heads = [self._head_count(kind) for kind in "qkv"]
         counts = [count for count in heads if isinstance(count, int) and count > 0]
         if len(counts) != len(heads) or tensor.shape[0] % sum(counts):
-            raise ModelFileError(self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {heads} heads")
+            raise ModelFileError(tensor.path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {heads} heads")
         head_dim, first, places = tensor.shape[0] // sum(counts), 0, {}
         for name, count in zip(names, counts, strict=True):
             places[name] = _Stored(tensor, first, first + count * head_dim)
@@ -169,11 +169,11 @@ class GgufSource:
 
     @property
     def path(self) -> Path:
-        """Return the file."""
-        return self._path
+        """Return the file, the first one of several."""
+        return self.header.path
 
     def names(self) -> list[str]:
-        """Return all Hugging Face names, in the order of the file."""
+        """Return all Hugging Face names, in the order of the files."""
         return list(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -187,20 +187,21 @@ class GgufSource:
         return PLAIN.get(self._stored[name].tensor.encoding.name, torch.float32)
 
     def converted(self, dtype: torch.dtype) -> GgufSource:
-        """Return a source of the same file whose matrices are in `dtype`; vectors (norms, biases) stay exact."""
-        source = GgufSource(self._path, self.header)
+        """Return a source of the same files whose matrices are in `dtype`; vectors (norms, biases) stay exact."""
+        source = GgufSource(self.path, self.header)
         source._matrices = dtype
         return source
 
-    def _file(self) -> MappedFile:
-        if self._mapped is None:
-            self._mapped = MappedFile(self._path, self.header.num_file_bytes)
-        return self._mapped
+    def _bytes(self, stored: _Stored) -> tuple[torch.Tensor, GgufTensor]:
+        path = stored.tensor.path
+        if path not in self._mapped:
+            self._mapped[path] = MappedFile(path, self.header.files[path].num_bytes)
+        return stored.bytes_of(self._mapped[path])
 
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor, dequantised and in Hugging Face's order."""
         stored, dtype = self._stored[name], self.dtype(name)
-        return stored.restore(dequantize(*stored.bytes_of(self._file()), dtype)).to(dtype)
+        return stored.restore(dequantize(*self._bytes(stored), dtype)).to(dtype)
 
     def blocks(self, name: str) -> Blocks | None:
         """Return a matrix as the file has it, its rows in Hugging Face's order; None where it is no such matrix, or
@@ -211,16 +212,16 @@ class GgufSource:
         if encoding not in (*BLOCKS, *OTHERS) or len(stored.shape) != 2 or stored.offset or stored.transposed:
             return None
         num_rows, k = stored.shape
-        raw = stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1))
+        raw = stored.restore(self._bytes(stored)[0].view(num_rows, -1))
         if encoding == "MXFP4":
             whole = raw.view(num_rows, -1, 17)
             return mxfp4_blocks(whole[:, :, 1:], whole[:, :, 0], in_pairs=False)
         blocks = OTHERS[encoding](raw, k) if encoding in OTHERS else Blocks(BLOCKS[encoding], raw, k)
         if not blocks.is_finite:
-            raise ModelFileError(self._path, f"tensor {stored.tensor.name} has a scale that is infinite or NaN")
+            raise ModelFileError(stored.tensor.path, f"tensor {stored.tensor.name} has a scale that is infinite or NaN")
         return blocks
 
     def release(self) -> None:
         """Give up the memory of what was read."""
-        if self._mapped is not None:
-            self._mapped.release()
+        for mapped in self._mapped.values():
+            mapped.release()
