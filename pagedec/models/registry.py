@@ -44,8 +44,9 @@ from pagedec.models.family import Family
 from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
 from pagedec.models.hf.hosted_model import load_hosted
 from pagedec.models.model import Model
+from pagedec.models.packing import STORED
 from pagedec.models.presets import PRESETS
-from pagedec.models.sharding import ShardedSource, part_of, sharded
+from pagedec.models.sharding import ShardedSource, longest_block, part_of, sharded
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +187,10 @@ def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_
     """
     _check_heads(arch, backend)
     if backend.link is not None:
-        part = part_of(arch, backend.link.rank, backend.link.world)
+        rank, world = backend.link.rank, backend.link.world
+        part = part_of(arch, rank, world)
+        if backend.quantization in STORED:
+            part = part_of(arch, rank, world, longest_block(arch, source, part, backend.quantization))
         source, arch = ShardedSource(source, arch.cuts(part), part), sharded(arch, part)
     return FAMILIES[arch.name].model(arch, source, backend, max_position)
 

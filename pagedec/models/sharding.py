@@ -45,8 +45,18 @@ def heads_of(num_heads: int, num_kv_heads: int, world: int) -> list[tuple[range,
     return pairs
 
 
-def part_of(arch: Architecture, rank: int, world: int) -> Part:
-    """What rank `rank` of `world` has. Raises InvalidArgument where a rank would have nothing."""
+def longest_block(arch: Architecture, source: WeightSource, part: Part, kind: str) -> int:
+    """How many values of a row those weights have in a block whose rows are cut; 1: they are numbers. `kind`: a value
+    of `quantization`; but for GGUF's, which are views of a file, the first weight says it for all."""
+    cuts = arch.cuts(part)
+    names = [name for name in arch.weight_shapes() if name in cuts and cuts[name].axis == 1]
+    found = map(source.blocks, names if kind == "gguf" else names[:1])
+    return max((blocks.layout.values for blocks in found if blocks is not None), default=1)
+
+
+def part_of(arch: Architecture, rank: int, world: int, block: int = 1) -> Part:
+    """What rank `rank` of `world` has. Where weights are in blocks of `block` values, as many as there are ranks, none
+    is cut. Raises InvalidArgument where a rank would have nothing."""
     mixture = arch.mixture
     widths = [arch.mlp_width, *((mixture.width, mixture.shared_width) if mixture is not None else ())]
     most = min(arch.num_attention_heads, arch.vocab_size, *(width for width in widths if width))
@@ -56,15 +66,15 @@ def part_of(arch: Architecture, rank: int, world: int) -> Part:
         raise InvalidArgument("tensor_parallel_size", world, limit)
     heads, kv_heads = heads_of(arch.num_attention_heads, arch.num_kv_heads, world)[rank]
     part = Part(rank, world, heads, kv_heads, range(0), shares(arch.vocab_size, world)[rank])
-    part = replace(part, inner=_own_width(arch.intermediate_size, rank, world))
+    part = replace(part, inner=_own_width(arch.intermediate_size, rank, world, block))
     if mixture is None:
         return part
-    expert, shared = (_own_width(width, rank, world) for width in (mixture.width, mixture.shared_width))
+    expert, shared = (_own_width(width, rank, world, block) for width in (mixture.width, mixture.shared_width))
     return replace(part, expert=expert, shared=shared)
 
 
-def _own_width(width: int, rank: int, world: int) -> range:
-    unit = next((unit for unit in UNITS if -(-width // unit) >= world), 1)
+def _own_width(width: int, rank: int, world: int, block: int) -> range:
+    unit = next((unit for unit in (max(block, *UNITS), *UNITS) if -(-width // unit) >= world), 1)
     return shares(width, world, unit)[rank]
 
 

@@ -99,11 +99,13 @@ def test_all_matrices_of_a_file_stay_as_they_are(
     assert formats == [["q4_0"]] * (2 + 2 * 4)  # embedding and output, and of two layers qkv, o, gate and up, down
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_formats_may_differ_within_a_weight(world: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As Q4_K_M has it: q and k in 4 bits, v in 6."""
+@pytest.mark.parametrize(("world", "width"), [(1, 512), (2, 512), (2, 768)])
+def test_formats_may_differ_within_a_weight(
+    world: int, width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Q4_K_M has it: q and k in 4 bits, v in 6. Of three blocks of 256 the first of two ranks has two."""
     checkpoint = make_checkpoint(
-        variant("wide", hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8,
+        variant("wide", hidden_size=256, intermediate_size=width, num_attention_heads=8, num_key_value_heads=8,
                 head_dim=64, vocab_size=300, num_hidden_layers=3), tmp_path
     )  # fmt: skip
     config = config_of(checkpoint.path, load_format="dummy", quantization="gguf")

@@ -129,6 +129,19 @@ def test_dummy_blocks_are_those_of_a_larger_file(tmp_path: Path) -> None:
     assert error(logits(config, tokens), logits(config, tokens, reference=True)) < ROUNDED
 
 
+def test_ranks_cut_experts_between_blocks(tmp_path: Path) -> None:
+    """768 values an expert, as Qwen3-30B-A3B has them, are three blocks: two for the first rank."""
+    shape = SHAPE | {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    chosen = variant("cut", "qwen3_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=768, **shape)
+    model = {"model": str(make_checkpoint(chosen, tmp_path).path), "load_format": "dummy", "quantization": "gguf"}
+    params, told = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
+    for ranks in ({}, {"tensor_parallel_size": 2, "executor": "process"}):
+        with LLM(**model, **ranks, dtype="float32", skip_tokenizer_init=True, num_blocks=64) as llm:
+            outputs = llm.generate([{"prompt_token_ids": list(range(3, 50))}], params, use_tqdm=False)
+            told.append(outputs[0].outputs[0].token_ids)
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_checkpoints_in_four_bits(method: str, name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
