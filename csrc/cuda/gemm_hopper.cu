@@ -162,7 +162,7 @@ constexpr int kFree = kMostStages;
 // What the group does that copies: a thread of one warp brings weights, and one of another rows, each on its own. A
 // stage takes as long as the longer of their chains of instructions, of which each wait, each word to a barrier and
 // each copy that begins is some 85 clocks (H100); tensor cores need 512 for the largest tile.
-template <class E, class S>
+template <class S>
 class Copies {
  public:
   PD_DEVICE explicit Copies(const Block<S> &block) : b_(block) {}
@@ -315,7 +315,7 @@ PD_DEVICE void run_tiles(const pd_gemm_args &a, const Maps &maps, int num_rows, 
   const int group = thread_index() / kGroupThreads;
   if (group == kGroups) {
     change_registers<kCopyRegisters, false>();
-    Copies<E, S>(block).run();
+    Copies<S>(block).run();
   } else if (group < S::kActive) {
     change_registers<kProductRegisters, true>();
     await_kernels();
