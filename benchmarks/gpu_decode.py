@@ -6,11 +6,9 @@
 A step gives every sequence of the batch a token, planned while the one before runs or behind its answers (`ahead`).
 `device`: its program alone, repeated, without the read-out; `host`: plan and settle; `waits`: the host for the device;
 `floor`: weights and KV at the speed of a copy, of experts as many as the last step's last layer asked, in every layer.
-Weights are parts of one random
-tensor: what they are costs no time, and making 16 GB of them would; so experts are alike, and who asks for which
-is not. With another package's attention blocks are of 256
-tokens; to compare, --block-size 256 gives our own kernel the same. The kernels of other builds have an engine each, one
-behind the other.
+Weights are parts of one random tensor: what they are costs no time, and making 16 GB of them would; so experts are
+alike, and who asks for which is not. With another package's attention blocks are of 256 tokens; to compare,
+--block-size 256 gives our own kernel the same. The kernels of other builds have an engine each, one behind the other.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from pagedec.config import ATTENTION_BACKENDS, ATTENTION_PACKAGES
 from pagedec.engine.engine import Engine
 from pagedec.formats import dummy
 from pagedec.kernels.native_weight import NativeExperts
+from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
 from pagedec.runtime.runner import LaneRunner
 
@@ -74,6 +73,12 @@ def weight_bytes(runner: LaneRunner) -> int:
     return sum(
         size * asked if isinstance(weight, NativeExperts) else size for size, weight in zip(sizes, weights, strict=True)
     )
+
+
+def kv_bytes(arch: Architecture, length: int) -> int:
+    """That a step reads for a sequence, two bytes a number: of layers with a window, that alone."""
+    seen = sum(arch.window(layer, length) or length for layer in range(arch.num_layers))
+    return 4 * arch.num_kv_heads * arch.head_dim * seen
 
 
 def load(
@@ -148,7 +153,7 @@ def line(device: Device, llm: LLM, build: str, batch: int, prompt: int, is_ahead
         alone.append(time.perf_counter() - began)
     for request in list(engine.scheduler.requests):
         engine.abort(request.id)
-    kv = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim * batch * (prompt + steps // 2)
+    kv = batch * kv_bytes(arch, prompt + steps // 2)
     step, floor = Timing(tuple(seconds)), (read + kv) / copy * 1e-9
     return [
         build, batch, prompt, "yes" if is_ahead else "no", f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}",

@@ -19,6 +19,8 @@ import torch
 
 from pagedec.formats import dummy
 from pagedec.kernels.library import EMULATED_DEVICE
+from pagedec.models.presets import PRESETS
+from pagedec.models.registry import from_hf_config
 from tests.kernels import cuda_library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -61,6 +63,14 @@ def test_a_table_that_is_cut_keeps_its_rows(
     with pytest.raises(ZeroDivisionError):
         table(["one", "over"], ([n, 6 // n] for n in (3, 2, 0)))
     assert capsys.readouterr().out.splitlines()[2:] == ["| 3 | 2 |", "| 2 | 3 |"]
+
+
+def test_a_floor_counts_what_windows_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of gpt-oss's 24 layers see 128 tokens; a token is 8 heads of 64, K and V of two bytes."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    kv_bytes, arch = importlib.import_module("gpu_decode").kv_bytes, from_hf_config(PRESETS["gpt-oss-20b"])
+    assert kv_bytes(arch, 1000) == 12 * (1000 + 128) * 8 * 64 * 4
+    assert kv_bytes(arch, 100) == 24 * 100 * 8 * 64 * 4
 
 
 def record_by_torch(monkeypatch: pytest.MonkeyPatch, replay: Mock) -> None:
