@@ -38,7 +38,7 @@ int check_gemm(const pd_gemm_args &a) {
   if (a.next_bytes < 0) return fail("pd_gemm: next_bytes is %lld; it must be 0 or more", (long long)a.next_bytes);
   if (a.x_rows < 0) return fail("pd_gemm: x_rows is %d; it must be 0 or more", a.x_rows);
   if (kReadsRecords && a.x_rows && a.x_rows < rows)
-    return fail("pd_gemm: x_rows is %d; with %d rows it must be 0 or as many", a.x_rows, rows);
+    return fail("pd_gemm: x_rows is %d; with %d rows it must be 0 or at least as many", a.x_rows, rows);
   if (rows && !a.x) return fail("pd_gemm: x is NULL with %d rows", rows);
   if (rows && !a.y) return fail("pd_gemm: y is NULL with %d rows", rows);
   return check_gemm_places(a, rows > 0);

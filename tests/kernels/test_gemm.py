@@ -262,6 +262,8 @@ BAD_FIELDS = [
     ({"quantization": 7}, "quantization is 7; it must be 0"),
     ({"packed": None}, "packed is NULL"),
     ({"next_bytes": -64}, "next_bytes is -64; it must be 0 or more"),
+    ({"x_rows": -1}, "x_rows is -1; it must be 0 or more"),
+    ({"x_rows": 1}, "x_rows is 1; with 2 rows it must be 0 or at least as many"),
     ({"x": None}, "x is NULL with 2 rows"),
     ({"y": None}, "y is NULL with 2 rows"),
 ]
