@@ -96,9 +96,8 @@ int enqueue_many(pd_context &, const pd_gemm_args &);
 // how many rows that is: a layer of fewer.
 bool is_for_hopper(const pd_context &, const pd_gemm_args &);
 int enqueue_hopper(pd_context &, const pd_gemm_args &, int few_rows);
-// Rows for which a layer's kernel of few is the faster one, and for which that of every layer is.
+// Rows for which a layer's kernel of few is the faster one.
 int few_rows(const pd_context &, const pd_gemm_args &);
-int few_rows(const pd_context &);
 // With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).
 int enqueue_int8(pd_context &, const pd_gemm_args &);
 int enqueue_int8_many(pd_context &, const pd_gemm_args &);

@@ -350,15 +350,11 @@ PD_KERNEL(kBlockThreads) gemm_hopper_kernel(pd_gemm_args a, PD_GRID_CONSTANT(Map
   else run_tiles<E, A>(a, maps, anew(num_rows), memory);
 }
 
-bool has_warpgroups(const pd_context &c) {
-  return target(c).capability == 90 && kSharedBytes <= target(c).max_shared_bytes;
-}
-
 }  // namespace
 
 bool is_for_hopper(const pd_context &c, const pd_gemm_args &a) {
-  return has_warpgroups(c) && a.quantization == PD_PLAIN && a.k % 8 == 0 && a.x_rows > 0 &&
-         (uintptr_t)a.x % 16 == 0;
+  const bool has_warpgroups = target(c).capability == 90 && kSharedBytes <= target(c).max_shared_bytes;
+  return has_warpgroups && a.quantization == PD_PLAIN && a.k % 8 == 0 && a.x_rows > 0 && (uintptr_t)a.x % 16 == 0;
 }
 // Where tiles of 64 outputs are for most multiprocessors, they are as fast with 17 rows as with 64 (H100: qkv of 8B
 // 23 us, and 27 to 36 by the kernel of few rows); of 4,096 outputs they are for half, and that is faster up to 32.
@@ -366,7 +362,6 @@ int few_rows(const pd_context &c, const pd_gemm_args &a) {
   const int64_t tiles = (a.n + kGroupOutputs - 1) / kGroupOutputs;
   return is_for_hopper(c, a) && 3 * tiles >= 2 * target(c).num_multiprocessors ? kTileRows : kFewRows;
 }
-int few_rows(const pd_context &c) { return has_warpgroups(c) ? kTileRows : kFewRows; }
 
 int enqueue_hopper(pd_context &c, const pd_gemm_args &a, int few_rows) {
   const auto kernel = a.dtype == PD_F16 ? gemm_hopper_kernel<fp16> : gemm_hopper_kernel<bf16>;

@@ -20,13 +20,15 @@
 namespace pagedec {
 // And how often the memory there has grown; or nowhere, and a number of a plan's shape.
 using Places = std::vector<std::pair<const void *, int64_t>>;
+// Of linear layers that have one kernel for few rows, and one for many; and how many are few to all of a counter's.
+using Counters = std::vector<std::pair<const void *, int>>;
 }
 
 struct pd_recording {
-  explicit pd_recording(const pd_program &);
+  pd_recording(const pd_context &, const pd_program &);
   ~pd_recording();
   const bool has_exchanges;
-  const std::vector<const void *> counters;  // of linear layers that have one kernel for few rows, and one for many
+  const pagedec::Counters counters;
   std::unique_ptr<pd_recording> of_few;      // the same list for few rows
   pd_context *context = nullptr;  // NULL: it holds nothing
   pagedec::Places places;         // what launches were told of
@@ -88,21 +90,26 @@ const pd_gemm_args *layer_of(const pd_op &op) {
 }
 
 // None, where ranks exchange values: all of them have the same list recorded.
-std::vector<const void *> counters_of(const pd_program &p) {
-  std::vector<const void *> found;
+Counters counters_of(const pd_context &c, const pd_program &p) {
+  Counters found;
+  if (has_exchanges(p)) return found;
   for (int64_t i = 0; i < p.num_ops; i++) {
     const pd_gemm_args *a = layer_of(p.ops[i]);
     if (!a || a->dtype == PD_F32 || a->quantization == PD_INT8 || a->quantization == PD_BLOCKS) continue;
-    if (std::find(found.begin(), found.end(), a->num_rows) == found.end()) found.push_back(a->num_rows);
+    const int few = p.ops[i].kind == PD_OP_GEMM ? gemm::few_rows(c, *a) : gemm::kFewRows;
+    const auto is_its = [&](const auto &counter) { return counter.first == a->num_rows; };
+    const auto at = std::find_if(found.begin(), found.end(), is_its);
+    if (at == found.end()) found.emplace_back(a->num_rows, few);
+    else at->second = std::min(at->second, few);
   }
-  return has_exchanges(p) ? std::vector<const void *>() : found;
+  return found;
 }
 
 }  // namespace
 }  // namespace pagedec
 
-pd_recording::pd_recording(const pd_program &p)
-    : has_exchanges(pagedec::has_exchanges(p)), counters(pagedec::counters_of(p)) {}
+pd_recording::pd_recording(const pd_context &c, const pd_program &p)
+    : has_exchanges(pagedec::has_exchanges(p)), counters(pagedec::counters_of(c, p)) {}
 pd_recording::~pd_recording() { pagedec::end_recording(*this); }
 
 namespace pagedec {
@@ -116,9 +123,9 @@ bool can_be_recorded(const pd_program &p) {
 }
 
 bool is_few(const pd_context &c, const pd_recording &r) {
-  const auto is_small = [&](const void *counter) {
+  const auto is_small = [&](const auto &counter) {
     for (const auto &written : c.written)
-      if (written.place == counter) return written.number <= gemm::few_rows(c);
+      if (written.place == counter.first) return written.number <= counter.second;
     return false;
   };
   return !r.counters.empty() && std::all_of(r.counters.begin(), r.counters.end(), is_small);
@@ -203,12 +210,12 @@ int pd_run_program(pd_context *context, pd_program *program) {
   pd_recording *&r = program->recording;
   if (!r) {  // a kernel is loaded when it is first launched, which no recording can hold
     if (carry_out(c, program->ops, program->num_ops)) return -1;
-    r = new (std::nothrow) pd_recording(*program);  // without it the next time is like this one
+    r = new (std::nothrow) pd_recording(c, *program);  // without it the next time is like this one
     return 0;
   }
   if (check_ranks(c) || prepare(c, *program)) return -1;
   const bool is_small = is_few(c, *r);
-  if (is_small && !r->of_few) r->of_few.reset(new (std::nothrow) pd_recording(*program));
+  if (is_small && !r->of_few) r->of_few.reset(new (std::nothrow) pd_recording(c, *program));
   const bool for_few = is_small && r->of_few;
   pd_recording &own = for_few ? *r->of_few : *r;
   Places places = places_of(c, *program);

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pagedec.kernels.library import CUDA, Context, Epilogue, Library
+from pagedec.kernels.device import DeviceBackend
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, Context, Epilogue, Library, load
 from tests.kernels import cuda_library, test_gemm_weight_only
 from tests.kernels.calls import count, normal, same_bits
 from tests.kernels.many_rows import (
@@ -120,6 +122,29 @@ def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) ->
     weight[33], weight[69] = torch.nan, torch.inf
     dirty, others = Linear.pack(linear.context, weight)(x), [i for i in range(70) if i not in (33, 69)]
     assert same_bits(dirty[:, others], linear(x)[:, others])
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "outputs", "kernels"),
+    [(16, None, 96, 2), (17, None, 96, 4), (32, None, 40, 2), (33, None, 40, 4), (32, "int8_weight_only", 96, 2)],
+)
+def test_a_list_is_recorded_for_rows_that_are_few_to_its_layers(
+    emulated: Library, rows: int, form: str | None, outputs: int, kernels: int
+) -> None:
+    """Those of few outputs, and of other weights, have another kernel from 33 rows on only."""
+    backend = DeviceBackend(load(EMULATED_DEVICE), torch.bfloat16, num_threads=2)
+    emulated.functions.pd_emulate_hopper(ctypes.c_void_p(backend.context.handle), ctypes.c_int32(90))
+    number, x = backend.zeros((1,), torch.int32), backend.zeros((rows, 64), torch.bfloat16)
+    program = backend.program()
+    for n in (40, outputs):
+        weight = backend.pack(normal(n, 64, seed=n, dtype=torch.bfloat16), quantization=form)
+        program.linear(number, x, weight, backend.zeros((rows, n), torch.float32))
+    program.finish()
+    backend.memory.write(number, np.array([rows], np.int32))
+    program.run()
+    before = emulated.functions.pd_emulate_num_captured()
+    program.run()
+    assert emulated.functions.pd_emulate_num_captured() - before == kernels
 
 
 @pytest.mark.parametrize("case", ["k", "x", "int8", "capability"])
