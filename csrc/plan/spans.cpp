@@ -152,14 +152,16 @@ std::vector<int> Spans::owners() const {
   return longest <= longest_share(even) + far ? near : even;
 }
 
-// Whether a device's workers have nearly the same when no piece is cut: then there is nothing to merge.
+// Whether a device's workers have nearly the same when no piece is cut, or, where some have nothing, cuts would cost
+// what they save: then there is nothing to merge.
 bool Spans::shares_whole_pieces(int heads) {
   constexpr float NEARLY = 1.05f;
-  if ((int64_t)p_.pieces.size() * heads < workers_) return false;
+  const int64_t num = (int64_t)p_.pieces.size() * heads;
+  if (2 * num < workers_) return false;
   for (const Piece &piece : p_.pieces) span_costs_.insert(span_costs_.end(), heads, sum(piece.item0, piece.num_items));
   whole_owners_ = longest_first();
   const float even = std::accumulate(span_costs_.begin(), span_costs_.end(), 0.f) / (float)workers_;
-  if (longest_share(whole_owners_) > NEARLY * even) whole_owners_.clear();
+  if (longest_share(whole_owners_) > (num < workers_ ? even + span_cost_ : NEARLY * even)) whole_owners_.clear();
   span_costs_.clear();
   return !whole_owners_.empty();
 }
