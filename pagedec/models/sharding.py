@@ -74,7 +74,7 @@ def part_of(arch: Architecture, rank: int, world: int, block: int = 1) -> Part:
 
 
 def _own_width(width: int, rank: int, world: int, block: int) -> range:
-    unit = next((unit for unit in (max(block, *UNITS), *UNITS) if -(-width // unit) >= world), 1)
+    unit = next((unit for unit in sorted({block, *UNITS}, reverse=True) if -(-width // unit) >= world), 1)
     return shares(width, world, unit)[rank]
 
 

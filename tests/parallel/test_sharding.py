@@ -81,6 +81,19 @@ def test_more_ranks_than_can_have_something() -> None:
         part_of(architecture(mixture=narrow), 0, 4)
 
 
+@pytest.mark.parametrize(
+    ("width", "world", "block"), [(128, 3, 32), (192, 6, 32), (72, 3, 32), (768, 5, 128), (768, 3, 256)]
+)
+def test_as_many_blocks_as_ranks_are_not_cut(width: int, world: int, block: int) -> None:
+    """Blocks of 32 values are smaller than the groups in which a width of numbers is cut."""
+    arch = architecture(intermediate_size=width, mixture=dataclasses.replace(EXPERTS, width=width, shared_width=width))
+    parts = [part_of(arch, rank, world, block) for rank in range(world)]
+    for own in ("inner", "expert", "shared"):
+        cuts = [getattr(part, own) for part in parts]
+        assert list(chain.from_iterable(cuts)) == list(range(width)) and all(cuts)
+        assert all(cut.start % block == 0 for cut in cuts)
+
+
 ARCHITECTURES = {
     "parts": architecture(),
     "fused": architecture(FUSED),
