@@ -41,6 +41,13 @@ class Device:
         copies.finish()
         return True
 
+    def publish(self, i: int) -> None:
+        """Offer a table's full blocks to the prefix cache. A text is known by its last token: none is written twice."""
+        table, text = self.tables[i]
+        for number in range(table.published, table.length // BLOCK):
+            self.pool.publish(table.blocks()[number], text[(number + 1) * BLOCK - 1].to_bytes(4, "little"))
+        table.published = table.length // BLOCK
+
     def check(self) -> None:
         self.pool.check([table for table, _ in self.tables])
         for table, text in self.tables:
@@ -65,12 +72,16 @@ def test_tables_are_lists(seed: int) -> None:
         elif action < 0.6 and len(device.tables) > 1:
             table.release()
             del device.tables[i]
+        elif action < 0.7:
+            device.publish(i)
         else:
             chosen = rng.sample(range(len(device.tables)), rng.randrange(1, len(device.tables) + 1))
             refused += not device.write(chosen, [min(rng.randrange(4), 60 - len(device.tables[j][1])) for j in chosen])
         device.check()
     assert refused > 0 or device.pool.num_blocks == 40
-    for table, _ in device.tables:
+    for i, (table, _) in enumerate(device.tables):  # nothing was taken for offered that is not
+        device.publish(i)
+        assert all(device.pool.key_of[block] is not None for block in table.blocks()[: table.length // BLOCK])
         table.release()
     device.pool.check([])
     assert device.pool.num_available == device.pool.num_blocks
@@ -81,6 +92,7 @@ def test_make_writable_in_the_middle() -> None:
     device = Device(20)
     device.write([0], [14])
     table, text = device.tables[0]
+    device.publish(0)
     fork = table.fork()
     device.tables.append((fork, list(text)))
     copies = CopyPlan(device.pool)
@@ -89,6 +101,7 @@ def test_make_writable_in_the_middle() -> None:
         device.slots[target] = device.slots[source]
     copies.finish()
     assert [a == b for a, b in zip(table.blocks(), fork.blocks(), strict=True)] == [True, False, True, True]
+    assert (table.published, fork.published) == (3, 1)  # the new one was never offered
     device.check()
     device.write([0, 1], [1, 1])
     device.check()
