@@ -19,10 +19,10 @@ class TreeNode:
     """A run of tokens, as long as the same answers go the same way.
 
     `start` is the place of its first token, the prompt's counted; `answers` are those that run through it, by their
-    places among the outputs, and `ended` those that end here. `cumulative_logprob` is the sum over all generated tokens
-    up to its end, None where nothing was reported. `blocks` are the numbers of the KV blocks, counted from the
-    sequence's beginning, that stand here: each is held once for all `answers`. A block in whose middle a fork stands
-    belongs to the branches behind it, for each of them has one.
+    places among the outputs, and `ended` those that end here. `cumulative_logprob` is the sum over all tokens from the
+    root's end to its own, None where one of them has no report, as what was appended to a branch has none. `blocks` are
+    the numbers of the KV blocks, counted from the sequence's beginning, that stand here: each is held once for all
+    `answers`. A block in whose middle a fork stands belongs to the branches behind it, for each of them has one.
     """
 
     token_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class AnswerTree:
             prompt = "" if spell is None else spell(prompt_token_ids).decode("utf-8", "replace")
         everyone = tuple(range(len(self.outputs)))
         ended = tuple(i for i in everyone if not self.outputs[i].token_ids)
-        first = None if not self.outputs or self.outputs[0].logprobs is None else 0.0
+        first = 0.0 if any(output.logprobs is not None for output in self.outputs) else None
         self.root = TreeNode(tuple(prompt_token_ids), prompt, 0, everyone, ended, first)
         self._grow()
         if block_size is not None:
@@ -190,8 +190,11 @@ class AnswerTree:
         output = self.outputs[answer]
         if before is None or output.logprobs is None:
             return None
-        run = zip(output.token_ids[at:end], output.logprobs[at:end], strict=True)
-        return before + sum(table[token].logprob for token, table in run if table is not None)
+        for token, table in zip(output.token_ids[at:end], output.logprobs[at:end], strict=True):
+            if table is None:
+                return None
+            before += table[token].logprob
+        return before
 
     def _lay(self, size: int) -> None:
         """Give each node the blocks that are whole in it, and those of its end that nobody behind it writes to."""

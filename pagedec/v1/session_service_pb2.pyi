@@ -925,7 +925,7 @@ class TreeNode(_message.Message):
     text: _builtins.str
     """Their text. A character that ends in a later run belongs to that one."""
     cumulative_logprob: _builtins.float
-    """The sum over all tokens from the root's end to here. Unset: nothing was reported."""
+    """The sum over all tokens from the root's end to here. Unset: one of them has no report."""
     first_block: _builtins.int
     """Of the KV blocks that a sequence fills from its beginning, the first one that stands in this run, counted from 0."""
     num_blocks: _builtins.int

@@ -50,6 +50,17 @@ def test_common_beginnings_are_there_once() -> None:
     assert tree.num_forks == 2
 
 
+def test_a_sum_of_which_a_part_was_not_reported_is_none() -> None:
+    """As of branches of a session, of which some calls asked for reports and others did not."""
+    told, half = answers("ab", "ac", logprobs=True).outputs
+    silent = CompletionOutput(2, "d", [*b"d", 257])
+    assert half.logprobs is not None
+    half.logprobs[1] = None
+    for order in ([told, half, silent], [silent, half, told]):
+        sums = {node.text: node.cumulative_logprob for node in AnswerTree("x", [1], order, None, spell).nodes()}
+        assert sums == {"x": 0.0, "a": -0.5, "b": -1.5, "c": None, "d": None}
+
+
 def test_answers_that_are_equal_and_answers_that_go_on_behind_another_s_end() -> None:
     same = answers("ab", "ab").tree()
     assert [node.ended for node in same.nodes()] == [(), (0, 1)] and same.num_forks == 0
