@@ -107,7 +107,13 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
     scale = (groups.abs().amax(1) / 127).half()
     inverse = torch.where(scale == 0, torch.zeros_like(scale, dtype=torch.float32), 1 / scale.float())
     q = (groups * inverse[:, None]).round_().clamp_(-127, 127).nan_to_num_(0).to(torch.int8)
-    return torch.cat([scale[:, None].view(torch.uint8), q.view(torch.uint8)], 1).view(len(weight), -1)
+    return pack_q8(q.view(weight.shape), scale)
+
+
+def pack_q8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Rows of Q8_0's bytes: before each 32 values of q, int8 [n, k], their scale as fp16. scale [n * k / 32]."""
+    groups = q.reshape(-1, 32).view(torch.uint8)
+    return torch.cat([scale.to(torch.float16)[:, None].view(torch.uint8), groups], 1).view(len(q), -1)
 
 
 def pack_groups(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from pagedec.formats.awq_gptq import Int4Source, int4_config
 from pagedec.formats.dummy import DummySource
 from pagedec.formats.gguf.converted import open_converted
 from pagedec.formats.gguf.reader import GgufSource
+from pagedec.formats.quantised import quantised
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.source import RenamedSource, WeightSource, check_weights
@@ -46,9 +46,9 @@ def open_weights(
         source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
     else:
         source = open_directory(files.weights)
-        if (quantised := int4_config(files, methods)) is not None:
-            source = packed = Int4Source(source, quantised)
-            optional = [*optional, *packed.zero_biases()]
+        if (known := quantised(files, methods)) is not None:
+            source = scaled = known.opened(source)
+            optional = [*optional, *scaled.zero_biases()]
         if adapt is not None:
             source = adapt(source)
         if renamed:

@@ -21,7 +21,7 @@ class Family:
 
     `architectures` and `model_types` are config.json's names, `gguf_names` those of general.architecture. `adapt` makes
     of a checkpoint in safetensors one with the names and shapes that the model asks for, where these are not the same,
-    and reads tensors of the `methods` of a quantization_config, beside AWQ and GPTQ.
+    and reads tensors of the `methods` of a quantization_config, beside what `formats/quantised.py` reads.
     """
 
     name: str

@@ -25,6 +25,7 @@ from pagedec.config import (
 from pagedec.errors import InvalidArgument, ModelFileError, Shown, WeightsWarning, counted, within
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf.header import headers_kept
+from pagedec.formats.quantised import MXFP4, quantised
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.attention_kernel import AttentionKernel, check_shapes
 from pagedec.kernels.backend import Backend
@@ -169,7 +170,8 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     length = min(limit, longest or limit) if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    size, memory = weight_bytes(arch, backend), memory_of(backend)
+    stored = quantised(files, (MXFP4,))
+    size, memory = weight_bytes(arch, backend, 4 if stored is None else stored.bits), memory_of(backend)
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
         advice = "the system may end the process"

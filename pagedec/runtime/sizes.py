@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagedec.config import POOL_SIZES, EngineConfig, draft_config
 from pagedec.errors import InvalidArgument
-from pagedec.formats.awq_gptq import MXFP4
+from pagedec.formats.quantised import MXFP4
 from pagedec.formats.quantize import FORMS
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.blocks import LAYOUTS
@@ -22,9 +22,11 @@ from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 if TYPE_CHECKING:
     from pagedec.runtime.loading import LoadedModel
 
-WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "awq": 0.55}
-WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61, MXFP4: 18 / 32}
-"""Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
+WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "gguf": 0.61}
+WEIGHT_BYTES |= {"int8": 1, "int8_weight_only": 1, MXFP4: 18 / 32}
+"""Bytes of a weight with its share of scales; of files about what is usual."""
+STORED_BYTES = {4: 0.55, 8: 34 / 32}
+"""The same of integers of so many bits that a checkpoint has."""
 DEVICE_BYTES = 34 / 32
 """Where a device has a format's values in 8 bits."""
 
@@ -35,15 +37,16 @@ def memory_of(backend: Backend) -> Memory:
     return available_memory() if own is None else Memory(own, "of what the device has free")
 
 
-def weight_bytes(arch: Architecture, backend: Backend) -> int:
-    """About how much memory the weights take in a backend's form, of a rank those that it has."""
+def weight_bytes(arch: Architecture, backend: Backend, bits: int = 4) -> int:
+    """About how much memory the weights take in a backend's form, of a rank those that it has. `bits`: what a value has
+    where they stay in a checkpoint's integers."""
     link = backend.link
     cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
     own = ((name, cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
-    return int(sum(math.prod(shape) * _bytes_each(name, shape, backend) for name, shape in own))
+    return int(sum(math.prod(shape) * _bytes_each(name, shape, backend, bits) for name, shape in own))
 
 
-def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend) -> float:
+def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend, bits: int) -> float:
     """Of a weight: what no block divides stays in the dtype, and so does all but experts where these are in MXFP4."""
     kind, whole = backend.quantization, backend.dtype.itemsize
     if kind is None or (kind in FORMS and shape[-1] % FORMS[kind].group):
@@ -52,7 +55,7 @@ def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend) -> float:
         return whole
     if kind == MXFP4 and isinstance(backend, DeviceBackend) and not LAYOUTS[MXFP4].on_devices:
         return DEVICE_BYTES
-    return WEIGHT_BYTES.get(kind, 1)
+    return WEIGHT_BYTES[kind] if kind in WEIGHT_BYTES else STORED_BYTES[bits]
 
 
 def bytes_of_a_block(loaded: LoadedModel, config: EngineConfig) -> int:

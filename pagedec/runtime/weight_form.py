@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument
-from pagedec.formats.awq_gptq import MXFP4, int4_config
 from pagedec.formats.files import read_json_object
+from pagedec.formats.quantised import METHODS, MXFP4, quantised
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import INT8_QUANTIZATIONS
 from pagedec.models.presets import PRESETS
@@ -24,23 +24,23 @@ def weight_form(model: ModelConfig) -> str | None:
     files = resolve_model(model.model, model.load_format)
     config = _configuration(files)
     family = None if model.model_impl == "transformers" else family_of(config)
-    method = _method(files, config, (MXFP4,) if family is None else family.methods)
-    if asked is None:
-        return None if family is None and method == MXFP4 else method  # transformers' modeling code has numbers
-    if asked in ("awq", "gptq", MXFP4) and asked != method:
+    others = (MXFP4,) if family is None else family.methods
+    known = quantised(files, others)
+    method = _method(config) if known is None else known.method
+    if asked in (*METHODS, MXFP4) and asked != method:
         raise InvalidArgument("quantization", asked, f"must be the checkpoint's, which is {method or 'none'}")
+    if asked in (None, *METHODS):
+        if known is None:  # transformers' modeling code has numbers
+            return method if family is not None and method in others else None
+        return method if known.has_blocks else None
     if asked == "gguf" and files.weights is not None and files.load_format != "gguf":
         raise InvalidArgument("quantization", asked, "must be of a .gguf file, or of dummy weights")
     return asked
 
 
-def _method(files: ModelFiles, config: Mapping[str, Any], others: Sequence[str]) -> str | None:
-    """What quantization_config says: AWQ, GPTQ or one of `others`, which are all that can be read; None: nothing."""
-    stored, said = int4_config(files, others), config.get("quantization_config")
-    if stored is not None:
-        return stored.method
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
-    return method if method in others else None
+def _method(config: Mapping[str, Any]) -> str | None:
+    said = config.get("quantization_config")
+    return said.get("quant_method") if isinstance(said, Mapping) else None
 
 
 def _configuration(files: ModelFiles) -> Mapping[str, Any]:

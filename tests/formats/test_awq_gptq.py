@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.formats.awq_gptq import Int4Config, Int4Source, read_int4_config
+from pagedec.formats.awq_gptq import PackedConfig, PackedSource, read_packed
+from pagedec.formats.quantised import read_quantised
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.weights import open_weights
@@ -60,9 +61,9 @@ class Weight:
         return {f"{NAME}.qweight": q, f"{NAME}.qzeros": zero, f"{NAME}.scales": scale}
 
 
-def opened(path: Path, tensors: dict[str, torch.Tensor], config: Int4Config) -> Int4Source:
+def opened(path: Path, tensors: dict[str, torch.Tensor], config: PackedConfig) -> PackedSource:
     save_file({**tensors, "model.norm.weight": torch.ones(8)}, path / "model.safetensors")
-    return Int4Source(open_directory(path), config)
+    return PackedSource(open_directory(path), config)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 512])
@@ -71,7 +72,7 @@ def opened(path: Path, tensors: dict[str, torch.Tensor], config: Int4Config) -> 
 def test_values(tmp_path: Path, method: str, symmetric: bool, group: int) -> None:
     weight, shift = Weight(group, symmetric), int(method == "gptq")
     tensors = weight.awq() if method == "awq" else weight.gptq(shift)
-    source = opened(tmp_path, tensors, Int4Config(method[:4].rstrip("_"), group, shift))
+    source = opened(tmp_path, tensors, PackedConfig(method[:4].rstrip("_"), group, shift))
     assert sorted(source.names()) == ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
     name = f"{NAME}.weight"
     assert source.shape(name) == (N, K) and source.dtype(name) == torch.float32
@@ -83,9 +84,54 @@ def test_values(tmp_path: Path, method: str, symmetric: bool, group: int) -> Non
     assert torch.equal(source.load("model.norm.weight"), torch.ones(8))
 
 
+def words_of_8(rows: np.ndarray) -> torch.Tensor:
+    """Int32 of four values of a row each, the first in the lowest bits."""
+    return torch.from_numpy(np.ascontiguousarray(rows.astype(np.uint8)).view(np.int32).copy())
+
+
+@pytest.mark.parametrize("carries", [False, True])
+@pytest.mark.parametrize("group", [32, 128, 512, -1])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_eight_bits(tmp_path: Path, symmetric: bool, group: int, carries: bool) -> None:
+    """What is symmetric is Q8_0's integers, group by group; what is not becomes numbers."""
+    rng, size = np.random.default_rng(group + 1), K if group == -1 else group
+    q, scale = rng.integers(0, 256, (N, K)), rng.uniform(1e-4, 1e-3, (N, K // size)).astype(np.float16)
+    zero = np.full((N, K // size), 128) if symmetric else rng.integers(1, 256, (N, K // size))
+    weight = words_of_8(q).T.contiguous(), words_of_8(zero.T - 1), torch.from_numpy(scale.T.copy())
+    parts = dict(zip((f"{NAME}.qweight", f"{NAME}.qzeros", f"{NAME}.scales"), weight, strict=True))
+    source = opened(tmp_path, parts, PackedConfig("gptq", group, 1, carries, bits=8))
+    values = (q - np.repeat(zero, size, 1)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 1)
+    assert source.shape(f"{NAME}.weight") == (N, K)
+    assert torch.equal(source.load(f"{NAME}.weight"), torch.from_numpy(values))
+    blocks = source.blocks(f"{NAME}.weight")
+    assert (blocks is None) != symmetric
+    if blocks is not None:
+        assert blocks.format == "q8_0" and torch.equal(blocks.dequantize(), torch.from_numpy(values))
+
+
+def test_scales_that_blocks_do_not_have(tmp_path: Path) -> None:
+    """fp16 has fewer bits of what is tiny: such a weight stays numbers, of the scales as they are."""
+    q = np.random.default_rng(0).integers(0, 256, (N, K))
+    zero, scale = np.full((1, N), 127), torch.full((1, N), 1e-5)
+    parts = {f"{NAME}.qweight": words_of_8(q).T.contiguous(), f"{NAME}.qzeros": words_of_8(zero)}
+    source = opened(tmp_path, parts | {f"{NAME}.scales": scale}, PackedConfig("gptq", -1, 1, bits=8))
+    assert source.blocks(f"{NAME}.weight") is None
+    assert torch.equal(source.load(f"{NAME}.weight"), torch.from_numpy((q - 128).astype(np.float32)) * scale[0, 0])
+
+
+def test_scattered_groups(tmp_path: Path) -> None:
+    """desc_act: inputs were gone through in an order of their own, and each names its group. No block has that."""
+    weight, order = Weight(128), np.random.default_rng(1).permutation(K) // 128
+    tensors = changed(weight.gptq(), "g_idx", torch.from_numpy(order.astype(np.int32)))
+    source = opened(tmp_path, tensors, PackedConfig("gptq", 128, 1))
+    zero, scale = weight.zero[:, order], weight.scale.astype(np.float32)[:, order]
+    assert torch.equal(source.load(f"{NAME}.weight"), torch.from_numpy((weight.q - zero).astype(np.float32) * scale))
+    assert source.blocks(f"{NAME}.weight") is None
+
+
 def test_one_group_for_a_row(tmp_path: Path) -> None:
     weight = Weight(K)
-    source = opened(tmp_path, weight.gptq(), Int4Config("gptq", -1, 1))
+    source = opened(tmp_path, weight.gptq(), PackedConfig("gptq", -1, 1))
     assert torch.equal(source.load(f"{NAME}.weight"), weight.values)
 
 
@@ -96,10 +142,10 @@ def test_zero_points_that_borrow_from_their_neighbours(tmp_path: Path) -> None:
     weight.zero = np.random.default_rng(0).integers(0, 16, weight.zero.shape) * (np.arange(N) % 3 != 0)[:, None]
     parts = weight.gptq(shift=0)
     parts[f"{NAME}.qzeros"] = (parts[f"{NAME}.qzeros"].long() - 0x11111111).to(torch.int32)
-    for config, agrees in ((Int4Config("gptq", 128, 1, carries=True), True), (Int4Config("gptq", 128, 1), False)):
+    for config, agrees in ((PackedConfig("gptq", 128, 1, carries=True), True), (PackedConfig("gptq", 128, 1), False)):
         values = opened(tmp_path, parts, config).load(f"{NAME}.weight")
         assert torch.equal(values, weight.values) is agrees
-    for shift, config in ((1, Int4Config("gptq", 128, 1, carries=True)), (0, Int4Config("gptq", 128, 0))):
+    for shift, config in ((1, PackedConfig("gptq", 128, 1, carries=True)), (0, PackedConfig("gptq", 128, 0))):
         usual = Weight(128)
         assert torch.equal(opened(tmp_path, usual.gptq(shift), config).load(f"{NAME}.weight"), usual.values)
 
@@ -109,11 +155,11 @@ def test_biases_of_nothing(tmp_path: Path) -> None:
     weight, files = Weight(128), ModelFiles("m", "safetensors", tmp_path / "config.json", tmp_path, None)
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
     shapes, bias = {f"{NAME}.weight": (N, K), "model.norm.weight": (8,)}, torch.zeros(N, dtype=torch.float16)
-    opened(tmp_path, weight.gptq() | {f"{NAME}.bias": bias}, Int4Config("gptq", 128, 1))
+    opened(tmp_path, weight.gptq() | {f"{NAME}.bias": bias}, PackedConfig("gptq", 128, 1))
     source = open_weights(files, shapes, torch.float32)
     assert torch.equal(source.load(f"{NAME}.weight"), weight.values)
     assert open_weights(files, shapes | {f"{NAME}.bias": (N,)}, torch.float32).shape(f"{NAME}.bias") == (N,)
-    opened(tmp_path, weight.gptq() | {f"{NAME}.bias": bias + 1}, Int4Config("gptq", 128, 1))
+    opened(tmp_path, weight.gptq() | {f"{NAME}.bias": bias + 1}, PackedConfig("gptq", 128, 1))
     with pytest.raises(ModelFileError, match=f"1 unexpected: {NAME}.bias"):
         open_weights(files, shapes, torch.float32)
 
@@ -134,12 +180,13 @@ def changed(tensors: dict[str, torch.Tensor], part: str, value: torch.Tensor | N
         ("qweight", torch.zeros(65, N, dtype=torch.int32), r"is \[48, 520\], which groups of 128"),
         ("qweight", torch.zeros(65, dtype=torch.int32), f"{NAME}.qweight has 1 dimensions, not 2"),
         ("scales", torch.full((4, N), 65520.0), f"{NAME}.scales has a scale that is infinite or NaN"),
-        ("g_idx", torch.arange(K, dtype=torch.int32).flip(0) // 128, r"g_idx scatters groups \(desc_act\)"),
+        ("g_idx", torch.full((K,), 4, dtype=torch.int32), f"{NAME}.g_idx is no group, 0 to 3, for each of 512 inputs"),
+        ("g_idx", torch.zeros(K - 1, dtype=torch.int32), f"{NAME}.g_idx is no group, 0 to 3, for each of 512 inputs"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, part: str, value: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
-        opened(tmp_path, changed(Weight(128).gptq(), part, value), Int4Config("gptq", 128, 1)).load(f"{NAME}.weight")
+        opened(tmp_path, changed(Weight(128).gptq(), part, value), PackedConfig("gptq", 128, 1)).load(f"{NAME}.weight")
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -148,7 +195,7 @@ def test_a_row_is_no_group_of_any_size(tmp_path: Path, method: str) -> None:
     size = {"awq": (40, 6), "gptq": (5, 48)}[method]
     parts = {"qweight": torch.zeros(size, dtype=torch.int32), "qzeros": torch.zeros(1, 6, dtype=torch.int32)}
     parts["scales"] = torch.ones(1, 48, dtype=torch.float16)
-    source = opened(tmp_path, {f"{NAME}.{part}": value for part, value in parts.items()}, Int4Config(method, -1, 0))
+    source = opened(tmp_path, {f"{NAME}.{part}": value for part, value in parts.items()}, PackedConfig(method, -1, 0))
     with pytest.raises(ModelFileError, match=r"is \[48, 40\], which groups of 32 and eight in an int32 do not divide"):
         source.load(f"{NAME}.weight")
 
@@ -156,29 +203,36 @@ def test_a_row_is_no_group_of_any_size(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, Int4Config("awq", 64, 0)),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}, Int4Config("awq", 128, 0)),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}, Int4Config("gptq", -1, 1)),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, Int4Config("gptq", 128, 0)),
-        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, Int4Config("gptq", 128, 0)),  # was read as the first
-        ({"method": "gptq", "bits": 4, "format": "GPTQ", "checkpoint_format": "gptq"}, Int4Config("gptq", 128, 1)),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, PackedConfig("awq", 64, 0)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}, PackedConfig("awq", 128, 0)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}, PackedConfig("gptq", -1, 1)),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, PackedConfig("gptq", 128, 0)),
+        (
+            {"quant_method": "gptq", "bits": 4, "format": "gptq_v2"},
+            PackedConfig("gptq", 128, 0),
+        ),  # was read as the first
+        ({"method": "gptq", "bits": 4, "format": "GPTQ", "checkpoint_format": "gptq"}, PackedConfig("gptq", 128, 1)),
         (
             {"quant_method": "gptq", "bits": 4, "meta": {"quantizer": ["optimum:1", "gptqmodel:2"]}},
-            Int4Config("gptq", 128, 1, carries=True),
+            PackedConfig("gptq", 128, 1, carries=True),
         ),
         (
             {"quant_method": "gptq", "bits": 4, "meta": {"quantizer": "gptqmodel:2"}, "format": "gptq_v2"},
-            Int4Config("gptq", 128, 0),
+            PackedConfig("gptq", 128, 0),
         ),
-        ({"quant_method": "awq", "bits": 4, "format": "gemm", "checkpoint_format": "gemm"}, Int4Config("awq", 128, 0)),
+        (
+            {"quant_method": "awq", "bits": 4, "format": "gemm", "checkpoint_format": "gemm"},
+            PackedConfig("awq", 128, 0),
+        ),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64}, PackedConfig("gptq", 64, 1, bits=8)),
         (
             {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {"bits": 8}, "x": {"sym": True, "bits": 4}}},
-            Int4Config("gptq", 128, 1),
+            PackedConfig("gptq", 128, 1),
         ),
     ],
 )
-def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
-    assert read_int4_config(config) == expected
+def test_configurations(config: dict[str, Any], expected: PackedConfig) -> None:
+    assert read_packed(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -188,9 +242,10 @@ def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
             {"quant_method": "bitsandbytes"},
             "config.quant_method is 'bitsandbytes': is not supported; supported are awq",
         ),
-        ({"quant_method": "compressed-tensors"}, "quantization_config.quant_method is 'compressed-tensors': is not"),
         ({"load_in_4bit": True}, "quantization_config.quant_method is None: is not supported"),
-        ({"quant_method": "gptq", "bits": 8}, "quantization_config.bits is 8: must be 4"),
+        ({"quant_method": ["awq"]}, r"quantization_config.quant_method is \['awq'\]: is not supported"),
+        ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits is 3: must be 4 or 8"),
+        ({"quant_method": "awq", "bits": 8}, "quantization_config.bits is 8: must be 4"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "quantization_config.group_size is 48: must be -1 or"),
         ({"quant_method": "gptq", "bits": 4, "group_size": True}, "quantization_config.group_size is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "quantization_config.group_size is 0"),
@@ -225,4 +280,4 @@ def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
 )
 def test_configurations_that_cannot_be_read(config: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        read_int4_config(config)
+        read_quantised(config)

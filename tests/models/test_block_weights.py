@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
@@ -159,20 +160,29 @@ def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
         if not is_quantised(name, weight):
             tensors[name] = weight
             continue
-        q, zero, scale = in_groups(weight)
-        stem = name.removesuffix(".weight")
-        if method == "gptq":
-            tensors[f"{stem}.qweight"] = nibbles(q, list(range(8))).T.contiguous()
-            tensors[f"{stem}.qzeros"] = nibbles((zero.T.contiguous() - 1) & 15, list(range(8)))
-        else:
-            order = [0, 2, 4, 6, 1, 3, 5, 7]
-            tensors[f"{stem}.qweight"] = nibbles(q.T.contiguous(), order)
-            tensors[f"{stem}.qzeros"] = nibbles(zero.T.contiguous(), order)
-        tensors[f"{stem}.scales"] = scale.T.contiguous()
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": x for part, x in parts_of(method, weight).items()}
     save_file(tensors, target / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     own = {"quant_method": method, "bits": 4, "group_size": 32}
+    if method == "compressed-tensors":
+        weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+        own = {"quant_method": method, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+
+
+def parts_of(method: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a method keeps a weight in."""
+    q, zero, scale = in_groups(weight)
+    order = list(range(8)) if method != "awq" else [0, 2, 4, 6, 1, 3, 5, 7]
+    if method == "compressed-tensors":
+        zeros, shape = nibbles(zero.T.contiguous(), order).T.contiguous(), torch.tensor(weight.shape)
+        parts = {"packed": nibbles(q, order), "zero_point": zeros, "scale": scale, "shape": shape}
+        return {f"weight_{part}": tensor for part, tensor in parts.items()}
+    if method == "gptq":
+        words = nibbles(q, order).T.contiguous(), nibbles((zero.T.contiguous() - 1) & 15, order)
+    else:
+        words = nibbles(q.T.contiguous(), order), nibbles(zero.T.contiguous(), order)
+    return {"qweight": words[0], "qzeros": words[1], "scales": scale.T.contiguous()}
 
 
 def plain_checkpoint(source: Path, target: Path, of: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
@@ -184,7 +194,7 @@ def plain_checkpoint(source: Path, target: Path, of: Callable[[str, torch.Tensor
     (target / "config.json").write_text((source / "config.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
 def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama")
     quantised_checkpoint(checkpoint.path, tmp_path / "four", method)
@@ -198,6 +208,41 @@ def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_pat
     assert error(kept, logits(config_of(tmp_path / "four"), checkpoint.tokens, reference=True)) < ROUNDED
     with LLM(str(tmp_path / "four"), skip_tokenizer_init=True, num_blocks=16) as llm:
         assert f"{method} weights" in str(llm) or llm.engine.executor.geometry.quantization == method
+
+
+def in_floats_of_8_bits(source: Path, target: Path) -> None:
+    """The checkpoint with a layer's weights in e4m3, a scale for each 32 x 16 of them."""
+    target.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not is_quantised(name, weight):
+            tensors[name] = weight
+            continue
+        n, k = weight.shape
+        pieces = weight.reshape(n // 32, 32, k // 16, 16)
+        scale = pieces.abs().amax((1, 3)) / 448  # the largest that e4m3 has
+        tensors[name] = (pieces / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    own = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+
+
+def test_floats_of_8_bits_become_what_transformers_makes_of_them(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints("llama")
+    in_floats_of_8_bits(checkpoint.path, tmp_path / "fp8")
+    asked = FineGrainedFP8Config(weight_block_size=(32, 16), dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32, quantization_config=asked)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor([checkpoint.tokens])).logits[0]
+    config = config_of(tmp_path / "fp8")
+    assert weight_form(config.model) is None
+    ours = logits(config, checkpoint.tokens)
+    assert error(ours, expected) < 1e-5 < error(ours, logits(config_of(checkpoint.path), checkpoint.tokens))
+    assert error(logits(config_of(tmp_path / "fp8", quantization="int8"), checkpoint.tokens), ours) < CLOSE
+    with pytest.raises(InvalidArgument, match="quantization is 'gptq': must be the checkpoint's, which is fp8"):
+        weight_form(config_of(tmp_path / "fp8", quantization="gptq").model)
 
 
 # ------------------------------------------------------------------------------------------------------ made of numbers

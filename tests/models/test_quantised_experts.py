@@ -143,7 +143,7 @@ def test_ranks_cut_experts_between_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
 def test_checkpoints_in_four_bits(method: str, name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint, four, plain = checkpoints(name), tmp_path / "four", tmp_path / "plain"
     quantised_checkpoint(checkpoint.path, four, method)

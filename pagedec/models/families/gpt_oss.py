@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.formats.awq_gptq import MXFP4
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.quantised import MXFP4
 from pagedec.formats.stacked_experts import StackedExperts
 from pagedec.formats.values import layer_count
 from pagedec.kernels.experts import ExpertChoice

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
-from pagedec.formats.awq_gptq import MXFP4
+from pagedec.formats.quantised import MXFP4
 from pagedec.formats.values import layer_count
 from pagedec.models.architecture import Architecture
 from pagedec.models.hf.attention import PROBE, Refused, register

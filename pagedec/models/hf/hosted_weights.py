@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.awq_gptq import MXFP4
+from pagedec.formats.quantised import MXFP4
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.source import WeightSource, is_buffer, listed
 from pagedec.models.hf.attention import RUN
