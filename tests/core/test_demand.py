@@ -155,20 +155,22 @@ def test_somebody_always_runs() -> None:
     assert run.num_preemptions == 0, "nobody begins beside another, to be preempted by it"
 
 
-def test_a_higher_priority_comes_in_at_once() -> None:
-    """It does not wait for those that it may preempt."""
+@pytest.mark.parametrize("lengths", [[20], [8, 8]])
+def test_a_higher_priority_comes_in_at_once(lengths: list[int]) -> None:
+    """It does not wait for one that it may preempt, who holds nearly all blocks; nor does another one behind it."""
     engine = FakeEngine(World(0).models, limits(12, enable_prefix_caching=False))
-    low = [
-        Case(f"low {i}", SamplingParams(seed=i), [1 + i] * 8, None, Stopping(max_tokens=20)).add(engine.scheduler, 1)
-        for i in range(4)
-    ]
+    low = Case("low", SamplingParams(seed=1), [1] * 36, None, Stopping(max_tokens=8)).add(engine.scheduler, 1)
     for _ in range(4):
         engine.step()
-    high = Case("high", SamplingParams(seed=9), [7] * 20, None, Stopping(max_tokens=20)).add(engine.scheduler, 0)
+    assert engine.scheduler.pools["target"].num_available == 2
+    high = [
+        Case(f"high {i}", SamplingParams(seed=9), [7] * count, None, Stopping(max_tokens=8)).add(engine.scheduler)
+        for i, count in enumerate(lengths)
+    ]
     engine.step()
-    assert high.first_step == 5
+    assert [request.first_step for request in high] == [5] * len(high)
     engine.run()
-    assert all(request.closed for request in (*low, high)) and high.num_preemptions == 0
+    assert low.closed and all(request.closed and not request.num_preemptions for request in high)
 
 
 def parked(engine: FakeEngine, name: str, priority: int) -> Request:
@@ -187,10 +189,10 @@ def test_idle_branches_give_way_by_priority_then_age(monkeypatch: pytest.MonkeyP
     """The lowest priority first, within it the one idle for longest; each is counted, and comes back by itself."""
     engine = FakeEngine(World(0).models, limits(11, enable_prefix_caching=False, max_num_batched_tokens=64))
     sessions = {
-        name: parked(engine, name, priority) for name, priority in (("a", 0), ("bb", 1), ("ccc", 1), ("dddd", 0))
+        name: parked(engine, name, priority) for name, priority in (("a", 0), ("bb", 0), ("ccc", 1), ("dddd", 1))
     }
     engine.scheduler.edit("a", Verdict((Child(sessions["a"].branches[0], state=SessionState(remaining=1)),)))
-    engine.step()  # a was used again, so dddd has been idle for longer
+    engine.step()  # a was used again, so bb has been idle for longer
     names = {request.branches[0]: name for name, request in sessions.items()}
     order, release = list[str](), Branch.release
 
@@ -202,7 +204,7 @@ def test_idle_branches_give_way_by_priority_then_age(monkeypatch: pytest.MonkeyP
     big = Case("big", SamplingParams(seed=1), [7] * 12, None, Stopping(max_tokens=28)).add(engine.scheduler)
     while not big.closed:
         engine.step()
-    assert order == ["bb", "ccc", "dddd", "a", "big"]
+    assert order == ["ccc", "dddd", "bb", "a", "big"]
     assert [request.num_released_branches for request in sessions.values()] == [1] * 4
     assert big.num_preemptions == 0
     engine.scheduler.edit("bb", Verdict((Child(sessions["bb"].branches[0], state=SessionState(remaining=2)),)))

@@ -213,3 +213,17 @@ def test_a_plan_ahead_of_nothing_is_no_step() -> None:
     steps.add("b", 5)
     scheduler.settle(out, runner.execute(out))
     assert steps.make().step == out.step + 1
+
+
+def test_who_ends_with_the_step_that_is_out_leaves_a_row() -> None:
+    """By its length: nothing of it is planned behind that step."""
+    steps = Steps(50)
+    scheduler = steps.engine.scheduler
+    steps.add("ends", 3, max_tokens=2)
+    steps.add("writes", 3)
+    steps.make()
+    scheduler.plan(None, None, steps.step_time)
+    steps.add("long", 100)
+    ahead = scheduler.plan_ahead(None, steps.step_time)
+    assert ahead is not None
+    assert {work.request.id: work.num_tokens for work in ahead.works} == {"writes": 1, "long": 49}
