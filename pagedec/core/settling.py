@@ -35,9 +35,8 @@ class Settler:
     has happened, `demand` how long answers were."""
 
     __slots__ = (
-        "_answers", "_candidates", "_copies", "_demand", "_draws", "_events", "_is_foreseen", "_publishing",
-        "_recorder", "_rolled", "_size", "_vocab_size",
-        "current", "failed", "over",
+        "_answers", "_candidates", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled",
+        "_size", "_vocab_size", "current", "failed", "over",
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +54,6 @@ class Settler:
         self._candidates = candidates_of(answers["target"]) if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = ()
         self._recorder: Recorder | None = None
-        self._is_foreseen = False
         self.current: Request | None = None
         """Whose answers are being carried in."""
         self.over: list[Request] = []
@@ -65,7 +63,6 @@ class Settler:
 
     def settle(self, plan: StepPlan) -> None:
         """Note what is cached now, publish it, then let every answered request go on."""
-        self._is_foreseen = plan.is_foreseen
         works = [work for work in plan.works if work.lives]
         target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
         if draft is not None and len(draft.rolls):
@@ -74,7 +71,7 @@ class Settler:
             self._recorder = Recorder(target, self._answers["target"])
         for work in works:
             self.current = work.request
-            if self._is_foreseen:
+            if plan.is_foreseen:
                 work.branch.awaits = KNOWN
             else:
                 self._note_cached(work)
@@ -151,8 +148,6 @@ class Settler:
         if over:
             for branch in over:
                 branch.awaits = GONE
-                if self._is_foreseen:  # the next step has room for a token more
-                    branch.table.truncate(branch.table.length)
             request.hold([*over.values()])
             for branch, hypothesis in over.items():
                 branch.release()
