@@ -206,6 +206,7 @@ def test_idle_branches_give_way_by_priority_then_age(monkeypatch: pytest.MonkeyP
         engine.step()
     assert order == ["ccc", "dddd", "bb", "a", "big"]
     assert [request.num_released_branches for request in sessions.values()] == [1] * 4
+    assert not any(request.started for request in sessions.values()), "they hold nothing, and are let in anew"
     assert big.num_preemptions == 0
     engine.scheduler.edit("bb", Verdict((Child(sessions["bb"].branches[0], state=SessionState(remaining=2)),)))
     engine.run()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from pagedec.core.costs import StepCosts, StepTime
+from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.pausing import LEAST
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Child, Verdict
-from pagedec.core.request import Request
+from pagedec.core.request import Branch, Request
 from pagedec.core.stopping import Stopping
+from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import BeamParams
 from tests.algorithms.interactive import InteractiveParams, SessionState
@@ -129,6 +132,29 @@ def test_drafts_and_the_draft_lane_take_no_longer_either(drafts: Any) -> None:
     assert got == want and sum(request.acceptance.num_drafted for request in requests) > 0
     assert unbound["target"] > 50 >= bound["target"]
     assert bound["draft"] <= 50 + 8 and (unbound["draft"] > 100) == (drafts is SpeculativeParams)
+
+
+@dataclass(frozen=True, slots=True)
+class FillingParams(SamplingParams):
+    """Ask for `Filling`."""
+
+
+@decoder("test-filling", params=FillingParams)
+class Filling(Sampling):
+    """Drafts as many tokens as there are rows."""
+
+    def draft(self, branch: Branch, room: int) -> Draft:
+        return Draft.chain([1] * room) if room > 0 else EMPTY
+
+
+def test_who_drafts_is_told_what_prompts_leave_of_the_time() -> None:
+    """What is drafted for more would have nothing: it is laid out whole or not at all."""
+    steps = Steps(50)
+    fills = steps.add("fills", 3, params=FillingParams(seed=1))
+    steps.make()
+    steps.add("long", 49 + 20)
+    drafts = [{work.request: work.draft.num_nodes for work in steps.make().works}[fills] for _ in range(2)]
+    assert drafts == [0, 49 - 20]
 
 
 def test_however_short_the_time_a_prompt_comes_to_its_end() -> None:
