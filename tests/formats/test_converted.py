@@ -93,10 +93,10 @@ def test_truncated_and_empty_files_are_repaired(model: Path, tmp_path: Path) -> 
         assert path.read_bytes() == whole
 
 
-def test_a_changed_model_is_converted_again_and_the_old_form_removed(
-    model: Path, tmp_path: Path, write_gguf: WriteGguf
-) -> None:
-    directory = tmp_path / "cache"
+@pytest.mark.parametrize("name", ["tiny.gguf", "tiny [v2] *?.gguf"])
+def test_a_changed_model_is_converted_again_and_the_old_form_removed(model: Path, tmp_path: Path, name: str) -> None:
+    """Whatever the file is called."""
+    model, directory = model.rename(tmp_path / name), tmp_path / "cache"
     old = open_converted(model, torch.bfloat16, directory).path
     other_dtype = open_converted(model, torch.float32, directory).path
     content = bytearray(model.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -122,7 +123,7 @@ def _convert(source: GgufSource, key: str, path: Path) -> None:
 def _clean_up(path: Path) -> None:
     """Remove earlier conversions of the same model, and what a process killed while converting has left."""
     family = path.name.rsplit("-", 1)[0]
-    for old in path.parent.glob(f"{family}-*"):
+    for old in path.parent.glob(f"{glob.escape(family)}-*"):
         with contextlib.suppress(OSError):  # someone else's file, or gone by now
             abandoned = old.suffix == ".part" and old.stat().st_mtime < time.time() - ABANDONED_SECONDS
             if abandoned or (old.suffix == ".safetensors" and old != path):
