@@ -92,8 +92,8 @@ PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x
 int enqueue_few(pd_context &, const pd_gemm_args &, int most_rows);
 // For more than kFewRows of them; where there are not as many, it does nothing (gemm_many.cu).
 int enqueue_many(pd_context &, const pd_gemm_args &);
-// For more than so many on devices of compute capability 9.0, of weights in the rows' own dtype (gemm_hopper.cu); and
-// how many rows that is: a layer of fewer.
+// Whether a layer's many rows are warpgroups': on devices of compute capability 9.0, of weights in the rows' own dtype
+// (gemm_hopper.cu). And those, where there are more than few_rows.
 bool is_for_hopper(const pd_context &, const pd_gemm_args &);
 int enqueue_hopper(pd_context &, const pd_gemm_args &, int few_rows);
 // Rows for which a layer's kernel of few is the faster one.
