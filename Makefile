@@ -25,7 +25,7 @@ help:
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make amx        on a processor with AMX: its unit's bits, and kernels beside what they should reach (ten minutes)"
 	@echo "make build      compile the kernels that this processor runs into $(LIB) (only what has changed)"
-	@echo "make libraries  compile those of every processor, and the emulated ones"
+	@echo "make libraries  compile those of every processor, and the emulated ones but X_on_avx2, which tests make"
 	@echo "make lint       style and types only        make format   rewrite to the project's style"
 	@echo "make bench      throughput and latency of the default model"
 
@@ -74,7 +74,7 @@ $(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.cmake
 	@$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
 	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
 
-# Without a compiler everything still runs, on the reference kernels. Tests want emulated units, too, whatever else is made
+# Without a compiler everything still runs, on the reference kernels. Tests want emulated ones, too, whatever else is made
 # beside them.
 EMULATED := $(filter test test-long test-gpu amx,$(MAKECMDGOALS))
 build:
@@ -83,7 +83,7 @@ build:
 	else $(MAKE) --no-print-directory $(VENV)/.packages; \
 	  echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
 
-# What this processor runs, for tests the emulated units, too, and whatever was there: no library is older than its
+# What this processor runs, for tests what is emulated on it, too, and whatever was there: no library is older than its
 # sources. `make libraries`: for every processor.
 THERE = $(patsubst lib%.so,%,$(notdir $(filter-out %/libpagedec_cuda.so,$(wildcard $(LIB)/lib*.so))))
 .PHONY: compile libraries
@@ -91,7 +91,8 @@ compile: $(BUILD)/build.ninja
 	@$(if $(EMULATED),$(BIN)/cmake -DPAGEDEC_ALL_CHECKS=$(if $(filter test-long,$(EMULATED)),ON,OFF) $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; };) \
 	$(BIN)/cmake --build $(BUILD) -j1 --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; \
 	isa=$$($(BUILD)/best_isa) || exit 1; \
-	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $(if $(EMULATED),emulated_by_$$isa) $(THERE)
+	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $(if $(EMULATED),emulated_by_$$isa) \
+	  $(if $(filter test-long,$(EMULATED)),more_emulated_by_$$isa) $(THERE)
 
 libraries: $(BUILD)/build.ninja
 	@$(BIN)/cmake --build $(BUILD) -j$(JOBS)

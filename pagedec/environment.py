@@ -13,8 +13,12 @@ CUDA = "cuda"
 """CUDA's kernels, on the first device: `make cuda` builds them where nvcc is. Used only where it is named."""
 EMULATED_ISA = "amx_emulated"
 """The amx library with the matrix unit's instructions emulated one by one: slow, for tests and debugging on a processor
-without the unit (it needs what avx512bf16 needs). `make build` makes it, no wheel holds it, and it is used only where
+without the unit (it needs what avx512bf16 needs). `make test` makes it, no wheel holds it, and it is used only where
 it is named."""
+EMULATED_VECTORS = ("avx512_on_avx2", "avx512bf16_on_avx2", "amx_on_avx2")
+"""Libraries of richer instruction sets whose vectors are emulated, too: as the one above, on a processor with AVX2."""
+EMULATED_ISAS = {**dict.fromkeys(EMULATED_VECTORS, "avx2"), EMULATED_ISA: "avx512bf16"}
+"""All of these, and what each needs."""
 EMULATED_DEVICE = "cuda_emulated"
 """CUDA's kernels on a device that is emulated, thread by thread: as the one above, on any x86-64 processor, and so slow
 that it serves for the smallest models."""
@@ -54,8 +58,8 @@ VARIABLES = {
         Variable(
             "PAGEDEC_ISA",
             f"kernel library to use; {CUDA}: those of an NVIDIA device, if built; none: the reference kernels; "
-            f"{EMULATED_ISA}, {EMULATED_DEVICE}: for tests",
-            _one_of(*ISAS, EMULATED_ISA, *DEVICES, "none"),
+            f"{', '.join(EMULATED_ISAS)}, {EMULATED_DEVICE}: for tests",
+            _one_of(*ISAS, *EMULATED_ISAS, *DEVICES, "none"),
         ),
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
         Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),

@@ -121,7 +121,7 @@ constexpr int UNROLL = 2;
 // acc[c] += x[c] * p of a row
 template <class T, int N>
 PD_INLINE void add_products(const typename T::X (&x)[N], const typename T::Q *p, int sub, vec::F (&acc)[N]) {
-#if PD_LEVEL == 1 || PD_LEVEL == 2
+#if (PD_LEVEL == 1 || PD_LEVEL == 2) && !defined(PD_EMULATE_VECTORS)
   static_assert(N == 1 || N == 2 || N == 4);
   if constexpr (N > 1) {
     vec::F b;

@@ -90,11 +90,7 @@ PD_INLINE Ints weights(const char *group) {
 template <BlockKind KIND, bool VNNI>
 PD_INLINE void add_products(Ints &sum, Ints w, Ints word) {
 #if PD_LEVEL >= 2
-  if constexpr (VNNI) {
-    // written out: whether there is this instruction is known when the program runs
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(word));
-    return;
-  }
+  if constexpr (VNNI) return add_dots_of_bytes(sum, w, word);
 #endif
   constexpr bool WIDE = KIND == BlockKind::BYTES || KIND == BlockKind::SIX;
   const Ints pairs = KIND == BlockKind::BYTES ? signed_products(w, word) : madd_bytes(w, word);

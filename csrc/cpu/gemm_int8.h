@@ -59,9 +59,7 @@ PD_INLINE void int8_step(Int8Sums<R> &c, const char *panel, const RowPointers &x
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       const __m512i word = _mm512_set1_epi32((int)load_word(x[i] + s * 4));
-      // written out: whether there is this instruction is known when the program runs
-      asm("vpdpbusd %2, %1, %0" : "+v"(c[i][0]) : "v"(w0), "v"(word));
-      asm("vpdpbusd %2, %1, %0" : "+v"(c[i][1]) : "v"(w1), "v"(word));
+      add_dots_of_bytes(c[i][0], w0, word), add_dots_of_bytes(c[i][1], w1, word);
     }
   } else {
     const __m512i low = _mm512_set1_epi16(0xff);

@@ -8,6 +8,8 @@ namespace {
 bool find_vnni() {
 #if PD_LEVEL >= 3
   return true;  // or the library would not be loaded
+#elif defined(PD_EMULATE_VECTORS)
+  return true;
 #elif PD_LEVEL == 2
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512vnni");

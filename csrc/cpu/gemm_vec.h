@@ -11,7 +11,7 @@
 #pragma GCC diagnostic push  // gcc 12's own header: "undefined" vectors are read before they are written, on purpose
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
+#include "cpu/vectors.h"
 #pragma GCC diagnostic pop
 #endif
 
@@ -225,7 +225,9 @@ inline void floats_of_row(const uint16_t *x, int64_t k, float *to) {
 // it adds them up.
 template <class Ints>
 PD_INLINE void add_now(Ints &a, Ints &b) {
+#ifndef PD_EMULATE_VECTORS
   asm("" : "+v"(a), "+v"(b));
+#endif
 }
 
 // e^a: a = n ln 2 + r with |r| <= ln 2 / 2, e^r by its series to r^6 (2e-7 relative). 0 below -104, inf above 88.8, NaN

@@ -4,7 +4,7 @@
 
 #include "cpu/gemm_amx.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PD_EMULATE_VECTORS)
 #define HIDE(v) "+x"(v)  // its value is unknown from here on
 #else
 #define HIDE(v) "+m"(v)

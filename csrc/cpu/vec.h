@@ -8,11 +8,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"  // _mm512_undefined_ps of these compilers' own headers
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "common/internal.h"
+#include "cpu/vectors.h"
 
 namespace pagedec::vec {
 

@@ -11,7 +11,7 @@
 #pragma GCC diagnostic push  // g++ 12's own headers: "undefined" vectors initialised by themselves
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
+#include "cpu/vectors.h"
 #pragma GCC diagnostic pop
 #endif
 

@@ -67,8 +67,8 @@ typedef enum { PD_F32 = 0, PD_BF16 = 1, PD_F16 = 2 } pd_dtype;
 /* ---- library */
 PD_EXPORT int32_t pd_abi_version(void);
 PD_EXPORT const char *pd_last_error(void);   /* of this thread's last failing call; valid until the next one */
-/* "scalar", "avx2", "avx512", "avx512bf16", "amx" or "cuda": what this library was built for. Or "amx_emulated",
- * "cuda_emulated". */
+/* "scalar", "avx2", "avx512", "avx512bf16", "amx" or "cuda": what this library was built for. Or for tests
+ * "amx_emulated", "avx512_on_avx2", "avx512bf16_on_avx2", "amx_on_avx2" or "cuda_emulated". */
 PD_EXPORT const char *pd_isa(void);
 /* the richest of those that this processor runs (any library can be asked). Asks Linux for what "amx" needs. */
 PD_EXPORT const char *pd_best_isa(void);

@@ -66,7 +66,7 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         loadable = library.loadable_isas()
     except (library.KernelError, OSError):
         loadable = ()
-    available = [isa for isa in loadable if isa != library.EMULATED_ISA]
+    available = [isa for isa in loadable if isa not in library.EMULATED_ISAS]
     built = library.built_isas()
     facts = {}
     for isa in library.ISAS:
@@ -84,11 +84,10 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         else:
             facts[isa] = "not built: install pagedec where a C++ compiler is, or run make build in its sources"
     facts[library.CUDA] = _cuda_fact(active, reason)
-    if library.EMULATED_ISA in loadable:  # no choice for a user: unmentioned where it is not built
-        use = "active" if library.EMULATED_ISA == active else "not used"
-        facts[library.EMULATED_ISA] = (
-            f"{use}: slow, for tests of the amx kernels on a processor without the matrix unit"
-        )
+    for isa in loadable:
+        if isa in library.EMULATED_ISAS:  # no choice for a user: unmentioned where it is not built
+            use, (kernels, *_) = "active" if isa == active else "not used", isa.split("_")
+            facts[isa] = f"{use}: slow, for tests of the {kernels} kernels on a processor without these instructions"
     no_kernels = f"active: {reason}" if goes_on else f"{NOTHING_RUNS}: {reason}"
     facts[REFERENCE] = f"not used: {active} is in use" if active else no_kernels
     return facts

@@ -62,7 +62,7 @@ from pagedec.kernels.records import (
 __all__ = [
     "ABI_VERSION", "AddPartsArgs", "AllGatherArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch",
     "AttnShape", "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "CombineArgs", "Context",
-    "CopyRowsArgs", "CUDA", "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue",
+    "CopyRowsArgs", "CUDA", "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISAS", "Epilogue",
     "ExpertsArgs", "ExpertScore", "GatherArgs", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs",
     "KvKind", "LayerKind", "LayerNormArgs", "Library", "LibraryNotFound", "library_directories", "load",
     "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs", "Quantization",
@@ -73,7 +73,7 @@ __all__ = [
 ABI_VERSION = 12
 NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
-EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
+EMULATED_ISAS = environment.EMULATED_ISAS
 CUDA, EMULATED_DEVICE, DEVICES = environment.CUDA, environment.EMULATED_DEVICE, environment.DEVICES
 Floats = npt.NDArray[np.float32]
 
@@ -186,8 +186,8 @@ def built_isas(directory: Path | None = None) -> tuple[str, ...]:
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return the instruction sets that are built and that this processor runs, the poorest first; never the emulated
-    one."""
+    """Return the instruction sets that are built and that this processor runs, the poorest first; never an
+    emulated one."""
     paths = library_paths(directory)
     if "scalar" not in paths:
         return ()
@@ -196,13 +196,14 @@ def available_isas(directory: Path | None = None) -> tuple[str, ...]:
 
 
 def loadable_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return the instruction sets that `load` takes by name: the available ones, then the emulated one where it is
-    built and runs."""
+    """Return the instruction sets that `load` takes by name: the available ones, then those emulated that are built
+    and run, the richest last."""
     paths = library_paths(directory)
     if "scalar" not in paths:
         return ()
-    runs = ISAS.index(_open(paths["scalar"]).best_isa()) >= ISAS.index(EMULATED_ISA_NEEDS)
-    return available_isas(directory) + ((EMULATED_ISA,) if runs and EMULATED_ISA in paths else ())
+    best = ISAS.index(_open(paths["scalar"]).best_isa())
+    emulated = (isa for isa, needs in EMULATED_ISAS.items() if isa in paths and best >= ISAS.index(needs))
+    return (*available_isas(directory), *emulated)
 
 
 def load(isa: str | None = None, directory: Path | None = None) -> Library:
@@ -213,7 +214,7 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
     wanted = environment.read("PAGEDEC_ISA") if isa is None else isa
     if wanted == "none":
         raise LibraryNotFound("PAGEDEC_ISA is none: the compiled kernels are switched off")
-    allowed = (*ISAS, EMULATED_ISA, *DEVICES)
+    allowed = (*ISAS, *EMULATED_ISAS, *DEVICES)
     if wanted is not None and wanted not in allowed:
         raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(allowed)}")
     paths, places = library_paths(directory), [directory] if directory is not None else library_directories()

@@ -33,7 +33,7 @@ def library_paths(directory: Path | None) -> dict[str, Path]:
     """The libraries that are there: in a directory, or where they are looked for."""
     paths: dict[str, Path] = {}
     for place in [directory] if directory is not None else library_directories():
-        for isa in (*environment.ISAS, environment.EMULATED_ISA, *environment.DEVICES):
+        for isa in (*environment.ISAS, *environment.EMULATED_ISAS, *environment.DEVICES):
             path = place / f"libpagedec_{isa}.so"
             if isa not in paths and path.is_file():
                 paths[isa] = path.resolve()

@@ -21,7 +21,7 @@ from pagedec import LLM, SamplingParams
 from pagedec.core.protocol import DecoderContext, Verdict
 from pagedec.decoders import Sampling, decoder
 from pagedec.errors import RequestsFailed
-from pagedec.kernels.library import EMULATED_ISA, available_isas, loadable_isas
+from pagedec.kernels.library import EMULATED_ISAS, available_isas, loadable_isas
 from pagedec.models.buffers import READ_ROWS
 from pagedec.outputs import RequestOutput
 from tests.algorithms.beam import BeamParams
@@ -217,7 +217,7 @@ def test_configurations_give_the_same_bits(numbers: str, tmp_path: Path) -> None
     compare(tmp_path, numbers, None, seed=1, count=27, configurations=2)
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512", EMULATED_ISA])
+@pytest.mark.parametrize("isa", ["avx2", "avx512", *EMULATED_ISAS])
 @pytest.mark.parametrize("numbers", ["bfloat16", "int8"])
 def test_other_instruction_sets(isa: str, numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if isa == available_isas()[-1]:
@@ -267,11 +267,11 @@ def test_branches_of_sessions_at_every_boundary(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("isa", ["own", "scalar", "avx2", "avx512", "avx512bf16", "amx", EMULATED_ISA])
+@pytest.mark.parametrize("isa", ["own", "scalar", "avx2", "avx512", "avx512bf16", "amx", *EMULATED_ISAS])
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_many_configurations(isa: str, numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = libraries(monkeypatch, isa)
-    slow = isa in ("scalar", EMULATED_ISA)
+    slow = isa in ("scalar", *EMULATED_ISAS)
     num_preemptions = 0
     for seed in range(10, 12 if slow else 16):
         num_preemptions += compare(

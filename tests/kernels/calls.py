@@ -28,6 +28,7 @@ from pagedec.kernels.library import (
     SampleArgs,
     SoftCapArgs,
     TopkLseArgs,
+    loadable_isas,
 )
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference import RopeShape
@@ -36,9 +37,18 @@ from tests.kernels import host_memory
 from tests.kernels.cache_layouts import kind_of, laid_out
 
 CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
-ALWAYS_VNNI = ("avx512bf16", "amx", "amx_emulated")
+ALWAYS_VNNI = ("avx512bf16", "amx", "amx_emulated", "avx512bf16_on_avx2", "amx_on_avx2")
 DTYPES = [torch.float32, torch.bfloat16]
+EMULATED_UNITS = ("amx_emulated", "amx_on_avx2")
 T = TypeVar("T")
+
+
+def emulated_unit() -> str:
+    """The library of the matrix unit, emulated, that this processor runs."""
+    found = next((isa for isa in EMULATED_UNITS if isa in loadable_isas()), None)
+    if found is None:
+        pytest.skip("needs a processor with AVX2, and make test's libraries")
+    return found
 
 
 def generator(seed: int) -> torch.Generator:

@@ -1,6 +1,6 @@
-"""Every instruction set of this processor, each as its own case, the emulated matrix unit, and for kernels that CUDA
-has the emulated device and, marked gpu, a real one. What several libraries have from the same object file is tested in
-one of them (csrc/CMakeLists.txt says which files are compiled once)."""
+"""Every instruction set of this processor, each as its own case, the richest that is emulated on it (those between,
+marked long), and for kernels that CUDA has the emulated device and, marked gpu, a real one. What several libraries have
+from the same object file is tested in one of them (csrc/CMakeLists.txt says which files are compiled once)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ host_memory.prepare(cuda_library.built())
 BESIDE_UNIT = {"test_argmax", "test_best", "test_copy_rows", "test_embed", "test_kv_copy", "test_norm", "test_parts"}
 BESIDE_UNIT |= {"test_pick_logits", "test_process_logits", "test_restrict_logits", "test_rope", "test_sample"}
 BESIDE_UNIT |= {"test_soft_cap", "test_topk", "test_verify"}
-"""Modules of kernels that avx512bf16 and both libraries of the matrix unit have in common."""
+"""Modules of kernels that avx512bf16 and both libraries of the matrix unit have in common, and those two whose vectors
+are emulated."""
+SAME_BESIDE_UNIT = {"amx": "avx512bf16", "amx_emulated": "avx512bf16", "avx512bf16_on_avx2": "amx_on_avx2"}
+BETWEEN = ("avx512_on_avx2", "avx512bf16_on_avx2")
 PORTABLE = {"test_memory", "test_meet"}
 """Modules of what all instruction sets have in common."""
 
@@ -26,15 +29,18 @@ def _isas_of(module: str, is_portable: bool) -> tuple[str, ...]:
     isas = loadable_isas()
     if module in PORTABLE or is_portable:
         return isas[:1]
-    return tuple(isa for isa in isas if not (module in BESIDE_UNIT and isa.startswith("amx") and "avx512bf16" in isas))
+    return tuple(isa for isa in isas if not (module in BESIDE_UNIT and SAME_BESIDE_UNIT.get(isa) in isas))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "library" in metafunc.fixturenames:
         module, name = metafunc.module.__name__.rpartition(".")[2], metafunc.function.__name__
         is_portable = metafunc.definition.get_closest_marker("same_bits") is not None
-        isas: tuple[Any, ...] = _isas_of(module, is_portable) or ("none",)
-        isas = (*isas, *cuda_library.cases_of(module, name))
+        isas: list[Any] = [
+            pytest.param(isa, marks=pytest.mark.long) if isa in BETWEEN else isa
+            for isa in _isas_of(module, is_portable) or ("none",)
+        ]
+        isas += cuda_library.cases_of(module, name)
         metafunc.parametrize("library", isas, indirect=True, scope="session")
 
 

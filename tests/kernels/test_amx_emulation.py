@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_ISA, Context, KvKind, available_isas, load, loadable_isas
+from pagedec.kernels.library import Context, KvKind, available_isas, load
 from tests.kernels.attention_cases import Cache, Numbers, run, same_bits
-from tests.kernels.calls import normal, threads
+from tests.kernels.calls import emulated_unit, normal, threads
 from tests.kernels.test_gemm import Linear
 from tests.kernels.test_gemm_int8 import linear
 from tests.kernels.test_gemm_weight_only import linear as weight_only
@@ -243,9 +243,7 @@ def test_what_the_unit_refuses_ends_the_process(path: Path, calls: str, message:
 
 
 def emulated() -> Context:
-    if EMULATED_ISA not in loadable_isas():
-        pytest.skip("needs a processor with AVX512-BF16")
-    return load(EMULATED_ISA).context()
+    return load(emulated_unit()).context()
 
 
 @pytest.mark.parametrize("k", [64, 30, 2])

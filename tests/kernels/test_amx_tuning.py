@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from pagedec.kernels.library import EMULATED_ISA, loadable_isas
+from tests.kernels.calls import emulated_unit
 from tests.kernels.test_library import compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,9 +72,7 @@ def cells(line: str) -> list[str]:
 def test_linear_layers_are_printed_beside_their_goals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if EMULATED_ISA not in loadable_isas():
-        pytest.skip("needs a processor with AVX512-BF16")
-    options = ["--rounds", "2", "--model", "tiny", "--isa", EMULATED_ISA, "--rows", "4", "64", "65"]
+    options = ["--rounds", "2", "--model", "tiny", "--isa", emulated_unit(), "--rows", "4", "64", "65"]
     run("gemm", options, monkeypatch)
     lines = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     goals = [line[lines[0].index("goal")] for line in lines[2:]]
@@ -82,16 +80,15 @@ def test_linear_layers_are_printed_beside_their_goals(
 
 
 def test_a_sweep_times_each_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if EMULATED_ISA not in loadable_isas():
-        pytest.skip("needs a processor with AVX512-BF16")
+    isa = emulated_unit()
     sweep = module("amx_sweep", monkeypatch)
     tuned = {"AMX_PART_LINES", "AMX_AHEAD", "AMX_PREFETCH_MIN_ROWS", "BLOCK_AMX_MIN_ROWS", "AMX_ROW_SPLIT_MIN_ROWS"}
     assert tuned <= set(sweep.names())
     built: list[tuple[str, int, str]] = []
     monkeypatch.setattr(sweep, "build", lambda *given: built.append(given))  # None: the installed libraries again
-    given = ["AMX_AHEAD", "64", "128", "--rows", "3", "--model", "tiny", "--rounds", "2", "--isa", EMULATED_ISA]
+    given = ["AMX_AHEAD", "64", "128", "--rows", "3", "--model", "tiny", "--rounds", "2", "--isa", isa]
     monkeypatch.setattr(sys, "argv", ["amx_sweep.py", *given])
     sweep.main()
-    assert built == [("AMX_AHEAD", 64, EMULATED_ISA), ("AMX_AHEAD", 128, EMULATED_ISA)]
+    assert built == [("AMX_AHEAD", 64, isa), ("AMX_AHEAD", 128, isa)]
     lines = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert lines[0] == ["rows", "installed ms", "64 ms", "128 ms", "read ms"] and len(lines) == 3

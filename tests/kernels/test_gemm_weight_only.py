@@ -11,7 +11,7 @@ from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Context, Epilogue, KernelError, Quantization
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_linear import Int8WeightOnlyLinear, interleave_gate_up, quantize_rows
-from tests.kernels.calls import CODES, DTYPES, count, either, normal, threads
+from tests.kernels.calls import ALWAYS_VNNI, CODES, DTYPES, count, either, normal, threads
 from tests.kernels.test_gemm import Linear, aligned
 from tests.kernels.test_gemm_int8 import GATED, record
 
@@ -85,7 +85,7 @@ def test_weights_are_the_same_on_every_instruction_set_and_as_the_header_says(co
             panels = packed(context, w).view(2, 128 + 4 * 64)
             assert torch.equal(panels[:, :128].contiguous().view(torch.float32).flatten()[:40], scale)
             pairs = panels[:, 128:].contiguous().view(torch.int8)
-            if context.library.isa in ("avx512bf16", "amx"):  # words of two values
+            if context.library.isa in ALWAYS_VNNI:  # words of two values
                 pairs = pairs.view(2, 4, 32, 2).transpose(1, 2).reshape(64, 8)
             else:
                 pairs = pairs.view(2, 4, 2, 2, 16).permute(0, 2, 4, 1, 3).reshape(64, 8)

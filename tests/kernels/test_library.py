@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from pagedec import environment
+from pagedec.environment import EMULATED_VECTORS
 from pagedec.kernels import records
 from pagedec.kernels.library import (
     ABI_VERSION,
-    EMULATED_ISA,
+    EMULATED_ISAS,
     ISAS,
     KernelError,
     Library,
@@ -57,6 +58,7 @@ RICHER = {
     "avx512": rf"\t(vdpbf16ps|vcvtne2?ps2bf16\w?|{MATRIX}) ",  # a processor is asked for VNNI there
     "avx512bf16": rf"\t{MATRIX} ",
     "amx_emulated": rf"\t{MATRIX} ",
+    **dict.fromkeys(EMULATED_VECTORS, r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|[23]\d)|" + rf"\t{MATRIX} "),
 }
 """Instructions of processors that a library is not for."""
 
@@ -98,15 +100,33 @@ def test_variable_chooses_the_instruction_set(libraries: list[Library], monkeypa
     assert load(libraries[-1].isa) is libraries[-1]
 
 
-def test_the_emulation_is_loaded_only_by_name(libraries: list[Library], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not {"avx512bf16", "amx"} & set(available_isas()):
-        pytest.skip("needs a processor with AVX512-BF16")
+def test_emulations_are_loaded_only_by_name(libraries: list[Library], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDEC_ISA", raising=False)
-    assert libraries[-1].isa == EMULATED_ISA == "amx_emulated"
-    assert EMULATED_ISA not in available_isas() and load().isa != EMULATED_ISA
-    monkeypatch.setenv("PAGEDEC_ISA", EMULATED_ISA)
-    assert load() is libraries[-1]
-    assert load().best_isa() in ISAS
+    emulated = [library for library in libraries if library.isa in EMULATED_ISAS]
+    if not emulated:
+        pytest.skip("none is built, or this processor lacks AVX2")
+    assert libraries[-len(emulated) :] == emulated and load().isa == available_isas()[-1]
+    assert not set(EMULATED_ISAS) & set(available_isas())
+    for library in emulated:
+        monkeypatch.setenv("PAGEDEC_ISA", library.isa)
+        assert load() is library and library.best_isa() in ISAS
+
+
+@pytest.mark.parametrize(
+    ("best", "wanted"),
+    [
+        ("scalar", []),
+        ("avx2", ["avx512_on_avx2", "avx512bf16_on_avx2", "amx_on_avx2"]),
+        ("avx512bf16", ["avx512_on_avx2", "avx512bf16_on_avx2", "amx_on_avx2", "amx_emulated"]),
+    ],
+)
+def test_an_emulation_needs_a_processor_too(
+    best: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for isa in (*ISAS, *EMULATED_ISAS):
+        (tmp_path / f"libpagedec_{isa}.so").symlink_to(load("scalar").path)
+    monkeypatch.setattr(Library, "best_isa", lambda self: best)
+    assert loadable_isas(tmp_path) == (*ISAS[: ISAS.index(best) + 1], *wanted)
 
 
 def test_without_the_emulation_it_is_not_there(library: Library, tmp_path: Path) -> None:
@@ -114,8 +134,9 @@ def test_without_the_emulation_it_is_not_there(library: Library, tmp_path: Path)
         (tmp_path / f"libpagedec_{isa}.so").symlink_to(load(isa).path)
     assert loadable_isas(tmp_path) == available_isas(tmp_path) == available_isas()
     known = ", ".join(available_isas())
-    with pytest.raises(LibraryNotFound, match=f"isa is 'amx_emulated'; built and run by this processor are {known}"):
-        load(EMULATED_ISA, tmp_path)
+    for isa in EMULATED_ISAS:
+        with pytest.raises(LibraryNotFound, match=f"isa is '{isa}'; built and run by this processor are {known}"):
+            load(isa, tmp_path)
 
 
 def test_variable_none_means_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
