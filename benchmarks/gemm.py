@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -178,23 +178,23 @@ def report(layers: Layers, num_rows: int, rounds: int, dot_rate: float) -> list[
     ]  # fmt: skip
 
 
-def compare(kinds: dict[str, Layers], num_rows: int, rounds: int, other: Context | None = None) -> list[object]:
-    """One line of the table: milliseconds of each kind, and by `other`, another build; in brackets how often a kind is
-    as fast as the first one, and the other build as ours of the same kind."""
+def compare(kinds: dict[str, Layers], num_rows: int, rounds: int, others: Mapping[str, Context]) -> list[object]:
+    """One line of the table: milliseconds of each kind, and behind it by other builds; in brackets how often a kind is
+    as fast as the first one, and another build as ours of the same kind."""
     base, *_ = kinds
     runs: dict[str, Callable[[], object]] = {}
     for kind, layers in kinds.items():
         layers.rows[0] = num_rows
         runs[kind] = layers.run
-        if other is not None:
-            runs[f"{kind}, other build"] = functools.partial(other.run, OpList(layers.records))
+        for build, other in others.items():
+            runs[f"{kind}, {build}"] = functools.partial(other.run, OpList(layers.records))
     layers = kinds[base]
     runs["read"] = lambda: layers.context.read_rate(layers.storage.data_ptr(), layers.num_bytes)
     timings = interleave(runs, rounds)
     cells = [f"{timings[base].median * 1e3:.2f}"]
     for name, timing in list(timings.items())[1:]:
-        own = name.removesuffix(", other build")
-        cells.append(f"{timing.median * 1e3:.2f} ({ratio(timings[own if own != name else base], timing)[0]:.2f})")
+        kind, by_other, _ = name.partition(", ")
+        cells.append(f"{timing.median * 1e3:.2f} ({ratio(timings[kind if by_other else base], timing)[0]:.2f})")
     return [num_rows, *cells]
 
 
@@ -217,15 +217,17 @@ def main() -> None:
     layers = Layers(context, shapes, dtype, most, "int8" if int8 else "plain")
     heading(f"Linear layers: {arguments.model}, {len(shapes)} layers, {arguments.dtype}, {context.isa}")
     if arguments.beside or arguments.against:
-        other = load(context.isa, arguments.against).context(arguments.threads) if arguments.against else None
+        others = {}
+        if arguments.against:
+            others["other build"] = load(context.isa, arguments.against).context(arguments.threads)
         kinds = {arguments.dtype: layers} | {
             kind: Layers(context, shapes, dtype, most, kind) for kind in arguments.beside
         }
         sizes = [f"{name} {kind.num_bytes / layers.num_bytes:.3f}" for name, kind in kinds.items()]
         print(f"{context.num_threads} threads; bytes of weights: {', '.join(sizes)}\n")
-        names = [name for kind in kinds for name in (kind, f"{kind}, other build")[: 1 + (other is not None)]]
+        names = [name for kind in kinds for name in (kind, *(f"{kind}, {build}" for build in others))]
         columns = ["rows", *(f"{name} ms" for name in [*names, "read"])]
-        table(columns, [compare(kinds, n, arguments.rounds, other) for n in arguments.rows])
+        table(columns, [compare(kinds, n, arguments.rounds, others) for n in arguments.rows])
         return
     layers.pack_for_torch()
     dot_rate = max(context.dot_rate(layers.code, 0.2) for _ in range(5))
