@@ -254,3 +254,19 @@ def test_the_gate_of_a_shared_expert_is_a_row(write_gguf: WriteGguf) -> None:
     for given in (row, row[None]):
         source = GgufSource(write_gguf({"blk.0.ffn_gate_inp_shexp.weight": given}, architecture="qwen2moe"))
         assert np.array_equal(source.load("model.layers.0.mlp.shared_expert_gate.weight").numpy(), row[None])
+
+
+def test_parts_of_vectors_in_small_integers(write_gguf: WriteGguf) -> None:
+    """No converter writes such biases: who has one reads it, or is told why not."""
+    values, q8 = np.random.default_rng(4).normal(size=(3, 64)).astype(np.float32), GGMLQuantizationType.Q8_0
+    stored = quants.quantize(values, q8)
+    source = GgufSource(write_gguf({"blk.0.ffn_up_exps.bias": (stored, q8)}, architecture="gpt-oss"))
+    for expert, row in enumerate(quants.dequantize(stored, q8)):
+        loaded = source.load(f"model.layers.0.mlp.experts.{expert}.up_proj.bias")
+        assert np.array_equal(loaded.numpy(), row)
+    fields = {"chatglm.attention.head_count": 2, "chatglm.attention.head_count_kv": 1}
+    fused = {"blk.0.attn_qkv.bias": (quants.quantize(values[0], q8), q8)}
+    source = GgufSource(write_gguf(fused, fields, architecture="chatglm", name="fused.gguf"))
+    assert source.load("model.layers.0.self_attn.q_proj.bias").shape == (32,)
+    with pytest.raises(ModelFileError, match=r"fused.gguf: tensor blk.0.attn_qkv.bias has to be cut at 32 or 48 of 64"):
+        source.load("model.layers.0.self_attn.k_proj.bias")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,12 +58,17 @@ class _Stored:
         return shape[::-1] if self.transposed else shape
 
     def bytes_of(self, mapped: MappedFile) -> tuple[torch.Tensor, GgufTensor]:
-        """Return the rows' own bytes, and what describes them."""
-        whole, num_rows = self.tensor, self.last - self.first
+        """Return the rows' own bytes, and what describes them. Raises ModelFileError where they end inside a block, as
+        parts of a vector in small integers may."""
+        whole, num_rows, encoding = self.tensor, self.last - self.first, self.tensor.encoding
         if num_rows == whole.shape[0]:
             return mapped.view(whole.start, whole.num_bytes), whole
-        num_row_bytes = whole.num_bytes // whole.shape[0]
-        start, num_bytes = whole.start + self.first * num_row_bytes, num_rows * num_row_bytes
+        row = math.prod(whole.shape[1:])
+        if self.first * row % encoding.block_size or num_rows * row % encoding.block_size:
+            where = f"at {self.first} or {self.last} of {whole.shape[0]}, inside a block of {encoding.name}"
+            raise ModelFileError(whole.path, f"tensor {whole.name} has to be cut {where}")
+        start = whole.start + self.first * row // encoding.block_size * encoding.num_bytes
+        num_bytes = num_rows * row // encoding.block_size * encoding.num_bytes
         rows = replace(whole, shape=(num_rows, *whole.shape[1:]), start=start, num_bytes=num_bytes)
         return mapped.view(start, num_bytes), rows
 
