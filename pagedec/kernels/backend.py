@@ -52,6 +52,7 @@ class Rope:
     interleaved: bool = False
 
 
+NO_ROTATION = Rope(None)
 HeadNorms: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, float]
 """RMS norm weights fp32 [head_dim] of q and of k, applied to each head before the rotation, and eps."""
 NO_NORMS: HeadNorms = (None, None, 0.0)

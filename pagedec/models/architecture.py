@@ -83,8 +83,10 @@ class Architecture:
 
     `sliding_window` is the number of keys that a query sees, itself included, in all layers but
     `full_attention_layers`; None: all keys in all layers. `local_rope_theta` is the base of the layers with a window,
-    whose frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
-    head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
+    whose frequencies are then not scaled; None: that of all others. `unrotated_layers` have no positions. A logit of
+    attention is query_scale * q.k, None: head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
+
+    What a block adds to the residual stream is multiplied by `residual_scale`, and logits by `logit_scale`.
 
     `sinks`: each head's softmax has a logit of no value, a weight. `mixture` stands in place of the MLP, in all layers
     but some.
@@ -120,6 +122,9 @@ class Architecture:
     final_soft_cap: float = 0.0
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     sinks: bool = False
     mixture: Mixture | None = None
     names: LayerNames = LayerNames()
@@ -138,7 +143,7 @@ class Architecture:
             raise InvalidArgument(
                 "max_position_embeddings", self.max_position_embeddings, f"must be at most {MAX_CONTEXT}"
             )
-        for field in ("rms_norm_eps", "rope_theta", "embedding_scale"):
+        for field in ("rms_norm_eps", "rope_theta", "embedding_scale", "residual_scale", "logit_scale"):
             positive_number(field, getattr(self, field))
         for field in ("local_rope_theta", "query_scale"):
             if getattr(self, field) is not None:

@@ -23,7 +23,9 @@ from pagedec.kernels.device import DeviceBackend
 from pagedec.models.architecture import OUTPUT, Architecture
 from pagedec.models.families import (
     dots1,
+    ernie4_5,
     ernie4_5_moe,
+    gemma,
     gemma2,
     gemma3,
     glm,
@@ -31,6 +33,7 @@ from pagedec.models.families import (
     glm4_moe,
     gpt2,
     gpt_oss,
+    granite,
     llama,
     mistral,
     mixtral,
@@ -39,6 +42,8 @@ from pagedec.models.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
 )
 from pagedec.models.family import Family
 from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
@@ -50,7 +55,10 @@ from pagedec.models.sharding import ShardedSource, longest_block, part_of, shard
 
 _log = logging.getLogger(__name__)
 
-DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
+DENSE = (
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi3, glm, glm4, gpt2),
+    *(granite, smollm3, seed_oss, ernie4_5),
+)
 MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, ernie4_5_moe, gpt_oss)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagedec.formats.source import WeightSource
-from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan
+from pagedec.kernels.backend import NO_ROTATION, AttentionShape, Backend, CacheTensors, Plan
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
@@ -71,10 +71,13 @@ class Transformer(RecordedModel):
         self.arch, self.backend, self._source = arch, backend, source
         embedding = load_vocabulary(source, arch.embedding_name(), backend)
         self.embedding = place_embedding(backend, embedding)
-        # Rounded, because the models were trained with a scale of their weights' dtype
-        self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype))
+        # Rounded, because the models were trained with a scale of their weights' dtype. The stream that steps keep is
+        # that of the model over residual_scale, so that a block adds what it gives: norms divide by its size anyway,
+        # and what they add to the square of it goes by the square of the scale.
+        self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype)) / arch.residual_scale
+        self.stream_eps = arch.rms_norm_eps / arch.residual_scale**2
         self.layers = [self._load_layer(i) for i in range(arch.num_layers)]
-        self.norm = self._norm("model.norm")
+        self.norm = self._norm("model.norm", arch.logit_scale)
         self.lm_head = pack_output(source, arch.tie_word_embeddings, backend, embedding, self.embedding)
         layer_windows = [arch.window(i, max_position) for i in range(arch.num_layers)]
         self.windows = tuple(dict.fromkeys(layer_windows))
@@ -89,9 +92,9 @@ class Transformer(RecordedModel):
             self.local_rope = placed(backend, table)
         del self._source
 
-    def _norm(self, name: str) -> torch.Tensor:
+    def _norm(self, name: str, scale: float = 1.0) -> torch.Tensor:
         weight = self._source.load(f"{name}.weight").float() + self.arch.norm_offset
-        return self.backend.place(weight.contiguous())
+        return self.backend.place((weight * scale).contiguous())
 
     def _load_layer(self, index: int) -> TransformerLayer:
         arch, names, backend, prefix = self.arch, self.arch.names, self.backend, f"model.layers.{index}."
@@ -161,13 +164,15 @@ class Transformer(RecordedModel):
 
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, arch = b.num_rows, self.arch
-        eps, activation = arch.rms_norm_eps, GATED.get(arch.hidden_act, Epilogue.GELU_MUL)
+        eps, activation = self.stream_eps, GATED.get(arch.hidden_act, Epilogue.GELU_MUL)
         self.record_embedding(p, b, cache, self.embedding, self.embedding_scale)
         for i, layer in enumerate(self.layers):
             rope = self.local_rope if arch.is_sliding(i) else self.rope
+            if i in arch.unrotated_layers:
+                rope = NO_ROTATION
             p.rms_norm(rows, b.x, layer.input_norm, b.normed, eps)
             p.linear(rows, b.normed, layer.qkv, b.qkv)
-            norms = (layer.q_norm, layer.k_norm, eps)
+            norms = (layer.q_norm, layer.k_norm, arch.rms_norm_eps)
             p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, rope, norms)
             p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended, layer.sinks)
             self._add(p, b, b.attended, layer.o, layer.attention_out_norm)
@@ -188,7 +193,7 @@ class Transformer(RecordedModel):
             p.rms_norm(b.num_rows, b.block, norm, b.x, self.arch.rms_norm_eps, add=True)
 
     def record_head(self, p: Program, b: StepBuffers) -> None:
-        p.rms_norm(b.num_read, b.x, self.norm, b.read, self.arch.rms_norm_eps, b.read_rows)
+        p.rms_norm(b.num_read, b.x, self.norm, b.read, self.stream_eps, b.read_rows)
         self.record_logits(p, b, self.lm_head)
         if self.arch.final_soft_cap and len(b.logits):
             p.soft_cap(b.num_read, b.logits, self.arch.final_soft_cap)

@@ -204,7 +204,7 @@ GLM = {"architectures": ["GlmForCausalLM"], "head_dim": 16}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["BertForMaskedLM"]}, "architectures is 'BertForMaskedLM': .*supported are LlamaForCausalLM"),
     ({"architectures": [3]}, "architectures is 3"),
-    ({"architectures": None, "model_type": "gemma"}, "model_type is 'gemma': .*llama, mistral, qwen2, qwen3"),
+    ({"architectures": None, "model_type": "cohere"}, "model_type is 'cohere': .*llama, mistral, qwen2, qwen3"),
     ({"architectures": None}, "model_type is None"),
     ({"model_type": "mistral"}, "model_type is 'mistral': must be llama beside the architecture LlamaForCausalLM"),
     ({"hidden_size": None}, "hidden_size is None: must be given"),

@@ -16,7 +16,8 @@ FAMILIES: Mapping[str, str] = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3",
     "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "dots1": "Dots1",
-    "ernie4_5_moe": "Ernie4_5_Moe", "gpt_oss": "GptOss",
+    "ernie4_5_moe": "Ernie4_5_Moe", "gpt_oss": "GptOss", "gemma": "Gemma", "granite": "Granite",
+    "smollm3": "SmolLM3", "seed_oss": "SeedOss", "ernie4_5": "Ernie4_5",
 }  # fmt: skip
 """How transformers' classes of a family begin."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", "gpt_oss")
@@ -43,6 +44,9 @@ HALF_LONGROPE = LONGROPE | {"partial_rotary_factor": 0.5, "attention_factor": 1.
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 1.3,
 }  # fmt: skip
 GREEDY_PROMPTS = ([5, 17, 40, 99, 3], [77, 1, 1, 130], list(range(20, 60)))
 NUM_NEW_TOKENS = 24
@@ -113,6 +117,21 @@ VARIANTS = (
         "qwen3-layer-types", "qwen3", use_sliding_window=True, sliding_window=11,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    variant("gemma", "gemma", num_attention_heads=4, num_key_value_heads=2, max_shard_size="60KB"),
+    variant("gemma-untied-biases", "gemma", tie_word_embeddings=False, attention_bias=True, intermediate_size=91),
+    variant("granite", "granite", **GRANITE, num_attention_heads=4, num_key_value_heads=2, length=150),
+    variant("granite-biases-tied", "granite", **GRANITE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+            intermediate_size=91, max_shard_size="60KB", rms_norm_eps=1e-2),
+    variant("smollm3", "smollm3", num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2),
+    variant("smollm3-layers-biases", "smollm3", num_hidden_layers=4, no_rope_layers=[0, 1, 1, 0], attention_bias=True,
+            mlp_bias=True, rope_parameters=YARN, length=150),
+    variant("smollm3-window", "smollm3", num_hidden_layers=4, use_sliding_window=True, sliding_window=9,
+            no_rope_layer_interval=2, tie_word_embeddings=True, max_shard_size="60KB"),
+    variant("smollm3-two-chunks", "smollm3", no_rope_layers=[1, 0], max_position_embeddings=1200, length=1060),
+    variant("seed-oss", "seed_oss", num_attention_heads=4, num_key_value_heads=2, max_shard_size="60KB"),
+    variant("seed-oss-all-biases", "seed_oss", attention_out_bias=True, mlp_bias=True, intermediate_size=91),
+    variant("ernie", "ernie4_5", num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    variant("ernie-biases", "ernie4_5", use_bias=True, intermediate_size=91, length=150),
     variant("gemma2", "gemma2", sliding_window=10, max_shard_size="60KB"),
     variant("gemma2-untied-no-caps", "gemma2", sliding_window=512, tie_word_embeddings=False,
             attn_logit_softcapping=None, final_logit_softcapping=None),

@@ -19,7 +19,8 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "glm": "chatglm", "glm4": "glm4", "gpt2": "gpt2",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "dots1": "dots1",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "gemma": "gemma", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
 }  # fmt: skip
 """general.architecture by model_type."""
 Tensors = dict[str, np.ndarray]
@@ -38,7 +39,7 @@ def pair_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def stored(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     """A tensor as the converter of its architecture writes it."""
     kind = config["model_type"]
-    if kind in ("llama", "mistral", "mixtral") and (".q_proj." in name or ".k_proj." in name):
+    if kind in ("llama", "mistral", "mixtral", "granite", "smollm3") and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         return pair_rows(values, heads)
     if kind.startswith("gemma") and name.endswith("norm.weight"):
@@ -189,6 +190,11 @@ def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) ->
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if config.get("num_experts_per_tok"):
         add_experts(writer, config)
     add_rope(writer, config, extra)

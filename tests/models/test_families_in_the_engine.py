@@ -19,7 +19,7 @@ from pagedec.kernels.library import available_isas
 from pagedec.runtime.loading import LoadedModel, choose_backend, load_model
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.harness import Case, Outcome, run, traced
-from tests.models.checkpoints import VOCAB, make_checkpoint, variant
+from tests.models.checkpoints import GRANITE, VOCAB, make_checkpoint, variant
 
 VARIANTS = {
     chosen.name: chosen
@@ -35,6 +35,8 @@ VARIANTS = {
         variant("glm", "glm"),
         variant("glm4", "glm4"),
         variant("gpt2", "gpt2"),
+        variant("granite", "granite", **GRANITE, num_attention_heads=4, num_key_value_heads=2),
+        variant("smollm3", "smollm3", num_hidden_layers=4),
         variant("mixtral", "mixtral", num_local_experts=4, sliding_window=17),
         variant("qwen3_moe", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48),
         variant("glm4_moe", "glm4_moe", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32),

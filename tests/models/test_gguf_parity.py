@@ -24,6 +24,7 @@ from pagedec.models.registry import architecture_of_gguf
 from pagedec.runtime.loading import load_model
 from tests.models.checkpoints import (
     GEMMA3_ROPE,
+    GRANITE,
     HALF_LONGROPE,
     LLAMA3_ROPE,
     LONGROPE,
@@ -46,6 +47,11 @@ VARIANTS = (
     variant("mistral-window", "mistral", sliding_window=13),
     variant("qwen2", "qwen2", num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
     variant("qwen3", "qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=128),
+    variant("gemma", "gemma", num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    variant("granite", "granite", **GRANITE, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    variant("smollm3", "smollm3", num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    variant("seed-oss", "seed_oss", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    variant("ernie", "ernie4_5", num_attention_heads=4, num_key_value_heads=2, head_dim=32, use_bias=True),
     variant("gemma2", "gemma2", sliding_window=10, query_pre_attn_scalar=64, tie_word_embeddings=True),
     variant("gemma3", "gemma3", sliding_window=12, num_hidden_layers=7, query_pre_attn_scalar=64),
     variant("gemma3-ropes-cap", "gemma3", sliding_window=12, num_hidden_layers=6, query_pre_attn_scalar=64,

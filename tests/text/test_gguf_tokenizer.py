@@ -15,7 +15,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf.build_tokenizer import build_tokenizer
-from pagedec.formats.gguf.byte_level import GPT4O_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, STYLES, TEKKEN_SPLIT
+from pagedec.formats.gguf.byte_level import GPT4O_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, SEED_SPLIT, STYLES, TEKKEN_SPLIT
 from pagedec.formats.gguf.header import read_gguf_header
 from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.text.tokenizer import Tokenizer, tokenizer_from_gguf
@@ -162,6 +162,8 @@ CUTS = [
     ("glm4", "I'LL say 1234 times", ["I", "'LL", " say", " ", "123", "4", " times"]),
     ("tekken", "I'LL say 123 HelloWorld/\n", ["I", "'LL", " say", " ", "1", "2", "3", " Hello", "World", "/\n"]),
     ("gpt-4o", "I'LL say 1234 HelloWorld's/\n", ["I'LL", " say", " ", "123", "4", " Hello", "World's", "/\n"]),
+    ("refact", "I'll say 123 times", ["I", "'ll", " say", " ", "1", "2", "3", " times"]),
+    ("seed-coder", "I'LL say 12 (b)!\n c", ["I", "'LL", " say", " ", "1", "2", " (", "b", ")!", "\n", " c"]),
     ("deepseek-coder", "a 12(b) c\n", ["a", " ", "1", "2", "(", "b", ")", " c", "\n"]),
 ]
 
@@ -177,6 +179,7 @@ SPLITS = [
     ("qwen2", QWEN2_SPLIT),
     ("tekken", TEKKEN_SPLIT),
     ("gpt-4o", GPT4O_SPLIT),
+    ("seed-coder", SEED_SPLIT),
     ("gpt-2", GPT2_SPLIT),
     ("phi-2", GPT2_SPLIT),
 ]

@@ -27,6 +27,7 @@ GPT4O_SPLIT = (
     rf"{_START}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_START}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
+SEED_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 DEEPSEEK_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 
 
@@ -54,6 +55,7 @@ GLM = Style((LLAMA3_SPLIT,), whole_words=True)
 QWEN2 = Style((QWEN2_SPLIT,), composes=True)
 TEKKEN = Style((TEKKEN_SPLIT,), whole_words=True, adds_bos=True)
 GPT4O = Style((GPT4O_SPLIT,))
+SEED = Style((SEED_SPLIT,))
 DEEPSEEK_CODER = Style(DEEPSEEK_CODER_SPLITS)
 STYLES = {
     "gpt-2": GPT2,
@@ -61,6 +63,7 @@ STYLES = {
     "phi-2": GPT2,
     "smollm": SMOLLM,
     "starcoder": SMOLLM,
+    "refact": SMOLLM,  # Granite's
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
@@ -76,6 +79,7 @@ STYLES = {
     "gpt-4o": GPT4O,
     "llama4": GPT4O,
     "deepseek-coder": DEEPSEEK_CODER,
+    "seed-coder": SEED,
 }
 """By `tokenizer.ggml.pre`, the names that llama.cpp's converter gives."""
 

@@ -114,8 +114,12 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "qwen3": Layout(),
     "qwen3moe": Layout(IN_BLOCK | {"ffn_gate_inp": "mlp.gate"}, experts=_QWEN_EXPERTS),
+    "gemma": Layout(norm_offset=1.0),
     "gemma2": Layout(_GEMMA, norm_offset=1.0),
     "gemma3": Layout(_GEMMA, norm_offset=1.0),
+    "granite": Layout(paired=True),
+    "smollm3": Layout(paired=True),
+    "seed_oss": Layout(IN_BLOCK | {"post_attention_norm": "post_attention_layernorm"}),
     "phi3": Layout(_FUSED_MLP | {"attn_qkv": "self_attn.qkv_proj"}),
     "chatglm": Layout(_FUSED_MLP, split={"attn_qkv": _QKV}),
     "glm4": Layout(

@@ -13,7 +13,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.source import WeightSource
 from pagedec.formats.values import one_of, positive_int, required
-from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Rope
+from pagedec.kernels.backend import NO_ROTATION, AttentionShape, Backend, CacheTensors, Plan
 from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture, Part, Portion, stacked
@@ -198,7 +198,7 @@ class GPT2(RecordedModel):
         for i, layer in enumerate(self.layers):
             p.layer_norm(rows, b.x, *layer.ln_1, b.normed, eps)
             p.linear(rows, b.normed, layer.qkv, b.qkv)
-            p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, Rope(None))
+            p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, NO_ROTATION)
             p.attention(rows, plan, b.q, cache, i, b.attended)
             self.record_sum(p, b, b.attended, layer.o, b.x, add=True)
             p.layer_norm(rows, b.x, *layer.ln_2, b.normed, eps)

@@ -19,7 +19,7 @@ import torch
 
 from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.formats.resolve import ModelFiles
-from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Rope
+from pagedec.kernels.backend import NO_ROTATION, AttentionShape, Backend, CacheTensors, Plan
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.hf.attention import RUN, AttentionCall, Refused, answering, register
@@ -30,7 +30,6 @@ from pagedec.models.model import Programs
 
 _log = logging.getLogger(__name__)
 
-NO_ROTATION = Rope(None)  # the modeling code has rotated
 EXACT = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """How far, of the largest logit, another order of sums may move one. Rows that mix differ by about 1."""
 
