@@ -168,7 +168,7 @@ class Scheduler:
         events: list[Event] = []
         settler = self._settler({}, events)
         settler.edit(request, verdict, ranks)
-        request.idle = False
+        request.idle, request.asked_in = False, -1  # what it asked for was of before, in a step of this number perhaps
         self._demand.num_changes += 1
         self._close_all(settler.over, events)
         return events

@@ -15,10 +15,12 @@ from pagedec.core.ahead import Unforeseen, unforeseen
 from pagedec.core.forward import NO_INTS, Answers, LaneForward, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
+from pagedec.core.protocol import Child, Verdict
 from pagedec.core.request import KNOWN, Event, Failed, Progress
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvariantError
 from pagedec.params import SamplingParams
+from tests.algorithms.interactive import InteractiveParams, SessionState
 from tests.core.fake import FakeEngine, FakeRunner
 from tests.core.test_rules import ruled, run
 from tests.core.world import METHODS, Case, World, limits, results
@@ -225,6 +227,21 @@ def test_an_abort_and_lost_kv_while_two_steps_are_out() -> None:
     engine.run()
     assert [results(requests[name]) for name in "bc"] == [want["b"], want["c"]]
     engine.check_whole()
+
+
+def test_what_is_edited_is_asked_anew() -> None:
+    """It came while a last step was out, and had nothing to ask for in the plan behind it, whose number the next one
+    has."""
+    engine = late_engine(40)
+    scheduler = engine.scheduler
+    plain("ends", [1, 2], 1).add(scheduler)
+    out = engine._planned(scheduler.plan())
+    session = Case("session", InteractiveParams(seed=1), [3, 4], None, limit=30).add(scheduler)
+    assert scheduler.plan_ahead() is None and session.idle
+    engine._settle(out)
+    scheduler.edit("session", Verdict((Child(session.branches[0], state=SessionState(remaining=3)),)))
+    engine.run()
+    assert not session.closed and session.history.depth[session.branches[0].tip] == 2 + 3
 
 
 def test_tokens_are_told_in_order_once() -> None:
