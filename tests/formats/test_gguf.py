@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,3 +271,12 @@ def test_parts_of_vectors_in_small_integers(write_gguf: WriteGguf) -> None:
     assert source.load("model.layers.0.self_attn.q_proj.bias").shape == (32,)
     with pytest.raises(ModelFileError, match=r"fused.gguf: tensor blk.0.attn_qkv.bias has to be cut at 32 or 48 of 64"):
         source.load("model.layers.0.self_attn.k_proj.bias")
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (0, 1), ("two", 1)])
+def test_a_fused_projection_is_of_its_heads(write_gguf: WriteGguf, heads: tuple[Any, Any]) -> None:
+    fields = {"chatglm.attention.head_count": heads[0], "chatglm.attention.head_count_kv": heads[1]}
+    fused = {"blk.0.attn_qkv.weight": np.zeros((66, 32), np.float32)}
+    path = write_gguf(fused, fields, architecture="chatglm")
+    with pytest.raises(ModelFileError, match=rf"blk.0.attn_qkv.weight has 66 rows for \[{heads[0]!r}, 1, 1\] heads"):
+        GgufSource(path)
