@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any] | Callable[..., Any]
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What a message's thoughts are called, by whom they come from. Templates read the first, gpt-oss' the second."""
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind the message that is to be continued, so that what the template writes behind it can be cut off. It ends
@@ -192,10 +194,11 @@ def check_messages(messages: object, field: str = "messages") -> list[dict[str, 
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise InvalidArgument(f"{name}.role", message.get("role"), "must be a text such as user, assistant, system")
         content = message.get("content")
-        own = _plain(message, name)
+        # Many templates write "None", or fail, where a key is null, as OpenAI's "content" beside "tool_calls" is
+        own = {key: value for key, value in _plain(message, name).items() if value is not None}
         if isinstance(content, (list, tuple)):
             own["content"] = _parts(name, content)
-        elif content is None and not message.get("tool_calls") and set(message) <= {"role", "content", "name"}:
+        elif content is None and not own.get("tool_calls") and set(own) <= {"role", "name", "tool_calls"}:
             raise InvalidArgument(f"{name}.content", content, "must be text, or a list of parts of text")
         elif content is not None and not isinstance(content, str):
             raise InvalidArgument(f"{name}.content", content, "must be text, or a list of parts of text")
@@ -207,6 +210,12 @@ def check_messages(messages: object, field: str = "messages") -> list[dict[str, 
     if not checked:
         raise InvalidArgument(field, [], "must have at least one message")
     return checked
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its thoughts under the names that templates read."""
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _check_variables(template_kwargs: Mapping[str, Any] | None) -> None:
@@ -336,6 +345,7 @@ def render_chat(
     so that the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools`
     are JSON schemas, or functions with types and a docstring. `template_kwargs` are further variables of the template.
     A message's content is text or a list of text parts; where a template knows no parts they are joined by line ends.
+    What is None in a message is not there for the template. Thoughts are told under either name that templates read.
     Tools and documents of which the template shows nothing give an `UnusedWarning`, once in a process.
 
     The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now,
@@ -354,7 +364,7 @@ def render_chat(
         )
         raise InvalidArgument("continue_final_message", True, limit)
     _check_variables(template_kwargs)
-    own = check_messages(messages)
+    own = [_with_thoughts(message) for message in check_messages(messages)]
     text = choose_template(tokenizer, chat_template, tools is not None)
     template = _compiled(text)
     if not _reads_parts(text):
