@@ -154,13 +154,14 @@ inline __attribute__((noinline)) void tdpbsud(int sum, int x, int w) {
   check_product("tdpbsud", sum, x, w);
   Tile &c = unit.tiles[sum];
   const Tile &a = unit.tiles[x], &b = unit.tiles[w];
+  typedef uint32_t Words __attribute__((vector_size(BYTES)));
+  Words row[ROWS], sums;  // of w; of what is not there, zeros
+  memcpy(row, b.data, sizeof row);
   for (int m = 0; m < c.rows; m++) {
-    uint32_t sums[COLUMNS];
-    memcpy(sums, c.data[m], sizeof sums);
+    memcpy(&sums, c.data[m], sizeof sums);
     for (int k = 0; k < b.rows; k++)
-      for (int n = 0; n < COLUMNS; n++)
-        for (int i = 0; i < 4; i++) sums[n] += (uint32_t)((int8_t)a.data[m][k * 4 + i] * (int)b.data[k][n * 4 + i]);
-    memcpy(c.data[m], sums, c.bytes);
+      for (int i = 0; i < 4; i++) sums += (uint32_t)(int8_t)a.data[m][k * 4 + i] * (row[k] >> 8 * i & 0xff);
+    memcpy(c.data[m], &sums, c.bytes);
   }
 }
 
