@@ -345,8 +345,8 @@ def render_chat(
     so that the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools`
     are JSON schemas, or functions with types and a docstring. `template_kwargs` are further variables of the template.
     A message's content is text or a list of text parts; where a template knows no parts they are joined by line ends.
-    What is None in a message is not there for the template. Thoughts are told under either name that templates read.
-    Tools and documents of which the template shows nothing give an `UnusedWarning`, once in a process.
+    What is None in a message is not there for it. Tools and documents of which the template shows nothing give an
+    `UnusedWarning`, once in a process.
 
     The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now,
     tojson). Raises `InvalidArgument`: for a missing or broken template, naming the message that the template refuses,
@@ -364,9 +364,8 @@ def render_chat(
         )
         raise InvalidArgument("continue_final_message", True, limit)
     _check_variables(template_kwargs)
-    own = [_with_thoughts(message) for message in check_messages(messages)]
-    text = choose_template(tokenizer, chat_template, tools is not None)
-    template = _compiled(text)
+    own, text = check_messages(messages), choose_template(tokenizer, chat_template, tools is not None)
+    own, template = [_with_thoughts(message) for message in own], _compiled(text)
     if not _reads_parts(text):
         for message in own:
             if isinstance(message.get("content"), list):
