@@ -65,10 +65,11 @@ def test_a_draft_model_has_as_many_blocks(tiny_path: Path, used: list[int]) -> N
 
 
 def test_a_draft_models_own_size(tiny_path: Path) -> None:
-    """Which the target leaves to it, and alone the target has all."""
-    llm = engine(tiny_path, speculative_config={**drafted_by(tiny_path), "num_blocks": 40})
-    found = pools(llm)
-    assert found["draft"] == 40 < found["target"]
+    """Which the target leaves to it, and has all else; alone it has all."""
+    llm = engine(tiny_path, speculative_config={**drafted_by(tiny_path), "num_blocks": 400})
+    found, pool = pools(llm), llm.kv_cache
+    assert found["draft"] == 400 < found["target"] and "all of the" in pool.reason
+    assert 0.8 * TOTAL < pool.num_bytes + 400 * pool.num_bytes // pool.num_blocks < ROOM_SHARE * TOTAL
     llm.close()
 
 
