@@ -110,6 +110,6 @@ def choose_pool(
     whole = min(
         (memory.num_bytes // CONTEXT_SHARE // block_bytes, f"half of the {memory}"), (context + 1, "one whole context")
     )
-    if num_blocks <= context and whole[0] > num_blocks:
+    if whole[0] > num_blocks:
         num_blocks, reason = whole
     return pool(max(MIN_BLOCKS, num_blocks), reason)
