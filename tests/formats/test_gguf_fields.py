@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.gguf.vocabulary import CONTROL, read_vocabulary
 from pagedec.kernels.records import ExpertScore
 from pagedec.models.architecture import Architecture
 from pagedec.models.registry import from_gguf
@@ -137,3 +139,22 @@ def test_gemma_3_without_a_window() -> None:
     """llama.cpp's converter leaves the field out where all layers see everything; such files were refused."""
     for fields in ({}, {"attention.sliding_window": 0}):
         assert not any(read("gemma3", fields).is_sliding(layer) for layer in range(6))
+
+
+HARMONY = ("<|startoftext|>", "<|endoftext|>", "<|end|>", "<|return|>", "<|call|>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said", "ends"),
+    [
+        (HARMONY, {}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
+        (HARMONY, {"eot": 2, "padding": 0}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
+        (HARMONY[:4], {}, {"<|return|>", "<|end|>"}),
+    ],
+)
+def test_an_answer_of_gpt_oss_has_several_parts(tokens: tuple[str, ...], said: dict[str, int], ends: set[str]) -> None:
+    """It ended with its thoughts: `<|end|>` is the end of a turn for others."""
+    fields = {"tokens": list(tokens), "token_type": [CONTROL] * len(tokens), "eos_token_id": 3}
+    fields |= {f"{kind}_token_id": value for kind, value in said.items()}
+    named = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    assert {tokens[i] for i in read_vocabulary(named, Path("model.gguf")).end_ids()} == ends

@@ -17,6 +17,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token
 # Ends of a turn by the names that models give them, for files that do not say eot_token_id
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 MESSAGE_END, TEXT_END = "<|eom_id|>", "<|end_of_text|>"  # of Llama 3, whose eos is a turn's end
+HARMONY_ENDS, HARMONY_PART_END = ("<|return|>", "<|call|>"), "<|end|>"
+"""Of gpt-oss, whose answers have several parts: thoughts, what goes to a tool, what the user sees."""
 QWEN_TEXT_END = "<|endoftext|>"  # its files name it as what begins and fills, their eos is a turn's end, too
 
 
@@ -72,12 +74,18 @@ class GgufVocabulary:
         tokens with a usual name for these count too.
         """
         ids = [self.special_id(kind) for kind in ("eos", "eot", "eom")]
-        if ids[1] is None:
+        harmony = [self._named(name) for name in HARMONY_ENDS]
+        is_harmony = None not in harmony
+        if is_harmony:
+            part_end = self._named(HARMONY_PART_END)
+            ids[1:] = [None if i == part_end else i for i in ids[1:]] + harmony
+        elif ids[1] is None:
             ids[1] = self._named(*TURN_ENDS)
         if ids[2] is None:
             ids[2] = self._named(MESSAGE_END)
         text_end = self._named(QWEN_TEXT_END)
-        ids += [self._named(TEXT_END), text_end if text_end in (self.special_id("bos"), self.padding_id()) else None]
+        ends_texts = is_harmony or text_end in (self.special_id("bos"), self.padding_id())
+        ids += [self._named(TEXT_END), text_end if ends_texts else None]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def _named(self, *names: str) -> int | None:
