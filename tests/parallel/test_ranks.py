@@ -109,13 +109,15 @@ def setting(request: pytest.FixtureRequest) -> Setting:
 
 @pytest.fixture
 def make(setting: Setting, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes engines: `world` 1 has the model in one piece."""
+    """Makes engines: `world` 1 has the model in one piece. `drafts`: and drafts by it."""
     path = tmp_path_factory.mktemp(setting.model)
     make_checkpoint(replace(MODELS[setting.model], length=8), path)
     monkeypatch.setenv("PAGEDEC_LINK", setting.link)
     made: list[Engine] = []
 
-    def engine(world: int = setting.world, **changes: Any) -> Engine:
+    def engine(world: int = setting.world, drafts: bool = False, **changes: Any) -> Engine:
+        if drafts:
+            changes["speculative_config"] = {"model": str(path), "num_speculative_tokens": 2, "adaptive": False}
         arguments: dict[str, Any] = {
             "model": str(path), "dtype": setting.dtype, "attention_backend": setting.backend, "max_model_len": 256,
             "block_size": 8, "num_blocks": 200, "step_timeout": 30.0, "executor": "process",
@@ -227,6 +229,27 @@ def test_a_mistake_in_reading_out_leaves_the_ranks_together(make: Callable[..., 
     executor.worker.lanes["target"]._read_out = fail
     assert run(engine, cases()).tokens == expected
     assert engine.stats.num_failed_steps == 3 and not executor.problems and executor.worker.is_whole
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:1], ids=str, indirect=True)
+def test_drafts_that_cannot_be_rolled_leave_the_ranks_together(make: Callable[..., Engine]) -> None:
+    """The first rank alone rolls them, and the others wait for what it has rolled."""
+    engine = make(drafts=True)
+    asked = [Case(name, tuple(range(first, first + 9)), GREEDY) for name, first in (("one", 5), ("two", 40))]
+    expected = run(engine, asked).tokens
+    executor = engine.executor
+    draft, broken = executor.worker.lanes["draft"], [2]
+    roll = draft.roll
+
+    def fail(forward: Any) -> Any:
+        if broken[0] > 0:
+            broken[0] -= 1
+            raise ValueError("made up")
+        return roll(forward)
+
+    draft.roll = fail
+    assert run(engine, asked).tokens == expected
+    assert engine.stats.num_failed_steps == 2 and not executor.problems and executor.worker.is_whole
 
 
 @pytest.mark.parametrize("setting", SETTINGS[:1], ids=str, indirect=True)
