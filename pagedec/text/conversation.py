@@ -9,6 +9,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.inputs import Array
 from pagedec.text.chat_template import Message, Tool, check_messages, render_chat
 from pagedec.text.encoding import ids_of
+from pagedec.text.harmony import read_answer
 from pagedec.text.tokenizer import Tokenizer
 
 
@@ -66,7 +67,7 @@ class Conversation:
 
     def answer(self, token_ids: Iterable[int] | Array, text: str | None = None) -> str:
         """Add the answer to the last prompt, and return its text (without the space that some vocabularies write
-        first).
+        first); of gpt-oss what the user is told, its thoughts left out.
 
         `token_ids` are all that was generated, an end token included if there is one. `text`: what the answer is to be
         called in the messages, if not the text of its tokens.
@@ -78,7 +79,7 @@ class Conversation:
         ended = bool(generated) and generated[-1] in self.tokenizer.eos_token_ids
         said = generated[:-1] if ended else generated
         written = self._text(said, skip_special_tokens=False, keep_leading_space=True)
-        shown = self._text(said, skip_special_tokens=True) if text is None else text
+        shown = self._shown(said) if text is None else text
         known = []
         for spelling in dict.fromkeys((written, self._text(said, skip_special_tokens=False))):
             if ended:  # a template ends a turn with this token, or with one of its own
@@ -87,9 +88,10 @@ class Conversation:
             known.append((prompt + spelling, [*prompt_ids, *said]))
         known.sort(key=lambda entry: -len(entry[0]))
         self._known = [*known, (prompt, prompt_ids)]
-        self.messages.append({"role": "assistant", "content": shown})
+        parts = read_answer(self.tokenizer, said, self._shown) if text is None else None
+        self.messages.append({"role": "assistant", **(parts or {"content": shown})})
         self._open = False
-        return shown
+        return self.messages[-1]["content"]
 
     def fork(self) -> Conversation:
         """Return a second one that goes on from the same state."""
@@ -104,6 +106,9 @@ class Conversation:
             self.messages.pop()
             self._known.pop(0)
             self._open = False
+
+    def _shown(self, token_ids: list[int]) -> str:
+        return self._text(token_ids, skip_special_tokens=True)
 
     def _text(self, token_ids: list[int], skip_special_tokens: bool, keep_leading_space: bool = False) -> str:
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens, keep_leading_space)

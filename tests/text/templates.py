@@ -130,3 +130,14 @@ ns.roles[:1]) }}
 'system'] }}
 {%- if add_generation_prompt %}<ASSISTANT>{% endif -%}"""
 """All that jinja has and a template may use."""
+
+HARMONY = """{% for message in messages %}{{- '<|start|>' + message.role }}
+{%- if message.role == 'assistant' %}
+    {%- if '<|' in message.content %}{{ raise_exception('thoughts are passed as such') }}{% endif %}
+    {%- if message.thinking and loop.last %}
+        {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|><|start|>assistant' }}
+    {%- endif %}
+    {{- '<|channel|>final' }}
+{%- endif %}{{ '<|message|>' + message.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+"""As gpt-oss': an answer has parts, of which the thoughts are no history."""

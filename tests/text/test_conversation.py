@@ -12,6 +12,7 @@ import torch
 
 from pagedec.errors import InvalidArgument
 from pagedec.text.conversation import Conversation
+from pagedec.text.harmony import MARKS
 from pagedec.text.tokenizer import Tokenizer
 from tests.text import templates
 from tests.text.test_tokenizer_directory import byte_level, save, sentencepiece
@@ -74,6 +75,36 @@ def test_a_template_that_drops_thoughts_keeps_the_beginning(tokenizer: Tokenizer
     assert tokenizer.decode(following, False).count("Well.") == 0 and following[: len(prompt)] == prompt
     again = tokenizer.apply_chat_template(chat.messages, add_generation_prompt=True, chat_template=templates.THINKING)
     assert following == again
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "thoughts"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes", "Yes", "Hm."),
+        ("<|channel|>final<|message|>Yes", "Yes", None),
+        ("<|channel|>commentary<|message|>First<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+         "First\nYes", None),
+        ("<|channel|>analysis<|message|>Hm", "", "Hm"),
+        ("Yes", "Yes", None),
+        ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
+         "analysisHmassistantcommentary to=functions.f{}", None),
+    ],
+)  # fmt: skip
+def test_an_answer_in_parts(tmp_path: Path, answer: str, content: str, thoughts: str | None) -> None:
+    """The next prompt has what the user was told, as the model's own template writes it, and none of the thoughts."""
+    inner = byte_level()
+    inner.add_special_tokens([*MARKS, "<|return|>"])
+    config = {"eos_token": "<|return|>", "chat_template": templates.HARMONY}
+    tokenizer = Tokenizer.from_path(save(tmp_path, inner, tokenizer_config=config))
+    chat = Conversation(tokenizer)
+    prompt = chat.ask("Hi")
+    assert chat.answer(tokenizer.encode(answer + "<|return|>")) == content
+    assert chat.messages[-1].get("reasoning_content") == thoughts
+    following = chat.ask("More")
+    said = tokenizer.decode(following, skip_special_tokens=False)
+    assert following[: len(prompt)] == prompt
+    assert said == tokenizer.apply_chat_template(chat.messages, tokenize=False, add_generation_prompt=True)
+    assert f"assistant<|channel|>final<|message|>{content}<|end|>" in said and (thoughts or "<|x|>") not in said
 
 
 def test_a_cut_answer_and_one_that_is_called_otherwise(tokenizer: Tokenizer) -> None:
