@@ -182,4 +182,8 @@ def resolve_model(
     if load_format == "gguf":
         raise InvalidArgument("model", name, "must be a local .gguf file or a directory holding one")
     patterns = TOKENIZER_PATTERNS if load_format == "dummy" else HUB_PATTERNS
-    return _from_directory(name, _fetch("model", name, patterns, revision, download_dir), load_format)
+    directory = _fetch("model", name, patterns, revision, download_dir)
+    if not (directory / "config.json").is_file():
+        limit = "has no config.json on the hub; where it has .gguf files, fetch one (hf download) and name that"
+        raise InvalidArgument("model", name, limit)
+    return _from_directory(name, directory, load_format)

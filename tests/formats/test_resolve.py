@@ -129,6 +129,13 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetched == [wanted, wanted[:-1], wanted[:-1]]  # nobody reads the makers' own copies, of as many bytes
 
 
+def test_a_hub_id_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said of a path in the hub's own folders that it does not exist."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(make_directory(tmp_path)))
+    with pytest.raises(InvalidArgument, match=r"^model is 'owner/name-GGUF': has no config.json on the hub; where it"):
+        resolve_model("owner/name-GGUF")
+
+
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise OSError("no route to host\nand much more")
