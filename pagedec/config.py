@@ -98,7 +98,7 @@ class ModelConfig:
     )
     generation_config: str = option(
         "auto",
-        Text("sampling defaults; auto: the model's generation_config.json; none: ours; else a directory or a file"),
+        Text("sampling defaults; auto: the model's generation_config.json or .gguf; none: ours; else a path"),
     )
     override_generation_config: dict[str, Any] | None = option(
         None, Table('values over those of generation_config, such as {"temperature": 0.5}', optional=True)

@@ -1,4 +1,4 @@
-"""generation_config.json: what a model's makers recommend for drawing its tokens."""
+"""generation_config.json, and what GGUF files have of it: what a model's makers recommend for drawing its tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.fields import Flag, Integer, Number, Rule
 from pagedec.formats.files import read_json_object
+from pagedec.formats.gguf.parts import read_gguf_model
 from pagedec.params import MIN_TEMPERATURE
 
 FILE_NAME = "generation_config.json"
@@ -26,7 +29,11 @@ _FIELDS: dict[str, tuple[str, Rule]] = {
 KNOWN = tuple(_FIELDS)
 """The fields that mean something here, but for do_sample, which is another way to say temperature 0."""
 
-
+GGUF_FIELDS = {
+    "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+}  # fmt: skip
+"""Those that GGUF files have. llama.cpp's penalty is none of them: it looks at the last tokens alone."""
 WRITTEN = {field: name for name, (field, _) in _FIELDS.items()}
 """What the fields of SamplingParams are called there."""
 
@@ -51,7 +58,7 @@ def recommended(content: Mapping[str, Any]) -> dict[str, Any]:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Return the `recommended` values of a generation_config.json, {} where there is none.
 
-    `path` is a model directory, or the file itself, whatever its name; next to a .gguf file nothing is looked for.
+    `path` is a model directory, or the file itself, whatever its name, but no .gguf file.
     Raises ModelFileError naming file, field, value and limit.
     """
     file = path / FILE_NAME if path.is_dir() else path
@@ -61,6 +68,22 @@ def read_generation_config(path: Path) -> dict[str, Any]:
         return recommended(read_json_object(file, "the generation configuration"))
     except InvalidArgument as error:
         raise ModelFileError(file, str(error)) from error
+
+
+def read_gguf_recommended(path: Path) -> dict[str, Any]:
+    """Return the recommended values that llama.cpp's converter has written into a GGUF file, by the names of
+    SamplingParams' fields. Raises ModelFileError naming file, field, value and limit."""
+    fields, values = read_gguf_model(path).fields, {}
+    for name, own in GGUF_FIELDS.items():
+        value, (field, rule) = fields.get(name), _FIELDS[own]
+        if isinstance(value, float):
+            value = float(str(np.float32(value)))  # 0.6, of which the file has the nearest fp32 number
+        if value is not None:
+            try:
+                values[field] = rule.check(name, value)
+            except InvalidArgument as error:
+                raise ModelFileError(path, str(error)) from error
+    return values
 
 
 def read_end_ids(directory: Path) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from pagedec.config import GENERATION_CONFIG_OFF, ModelConfig
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.fields import check_names
-from pagedec.formats.generation import KNOWN, read_generation_config, recommended
+from pagedec.formats.generation import KNOWN, read_generation_config, read_gguf_recommended, recommended
 from pagedec.formats.resolve import resolve_model
 
 OVERRIDE = "override_generation_config"
@@ -31,7 +31,9 @@ def _of_the_makers(config: ModelConfig) -> dict[str, Any]:
         return {}
     if config.generation_config == "auto":
         place = resolve_model(config.model, config.load_format, config.revision, config.download_dir).config
-        return {} if place is None or place.suffix == ".gguf" else read_generation_config(place.parent)
+        if place is None:
+            return {}
+        return read_gguf_recommended(place) if place.suffix == ".gguf" else read_generation_config(place.parent)
     allowed = "generation_config may be auto, none, a directory or a file"
     try:
         path = Path(config.generation_config).expanduser()

@@ -20,6 +20,7 @@ from pagedec.engine.loop import EngineLoop
 from pagedec.engine.open_branches import OpenBranch
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound
 from pagedec.fields import Number
+from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.named import files_of
 from pagedec.inputs import Prompt, as_conversations, as_params, as_priorities, as_priority, read_salt
 from pagedec.llm.branches import Turns, check_turn
@@ -63,7 +64,7 @@ class Front:
             given["model"] = model
         self.config = EngineConfig.from_kwargs(**translated(given))
         self.engine: Engine
-        with files_of(*named_files(self.config)):
+        with files_of(*named_files(self.config)), headers_kept():
             local = fetched(self.config)
             self._defaults = sampling_defaults(local.model)
             self.engine, self.tokenizer = load_engine(local)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
+from pagedec.config import ModelConfig
 from pagedec.errors import ModelFileError
 from pagedec.formats.generation import read_generation_config
+from pagedec.llm.defaults import sampling_defaults
 
 
 def write(directory: Path, text: str) -> Path:
@@ -23,6 +26,21 @@ def test_without_a_file(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path / "missing") == {}
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert read_generation_config(tmp_path / "model.gguf") == {}
+
+
+def test_what_a_gguf_file_has(write_gguf: Callable[..., Path]) -> None:
+    """It was passed over: a model was drawn from as its makers recommend from a directory, and not from its file."""
+    fields = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.5, "mirostat": 1}
+    path = write_gguf({}, {f"general.sampling.{name}": value for name, value in fields.items()})
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert sampling_defaults(ModelConfig(model=str(path))) == expected
+    override = {"top_k": 3}
+    assert sampling_defaults(ModelConfig(model=str(path), override_generation_config=override)) == expected | override
+    assert sampling_defaults(ModelConfig(model=str(path), generation_config="none")) == {}
+    assert sampling_defaults(ModelConfig(model=str(write_gguf({})))) == {}
+    wrong = write_gguf({}, {"general.sampling.top_p": 1.5}, "wrong.gguf")
+    with pytest.raises(ModelFileError, match=r"wrong.gguf: general.sampling.top_p is 1.5: must be a finite number ab"):
+        sampling_defaults(ModelConfig(model=str(wrong)))
 
 
 def test_fields_by_our_names(tmp_path: Path) -> None:
