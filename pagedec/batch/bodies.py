@@ -36,6 +36,7 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+INSTEAD = {"reasoning_effort": "; a template that reads it, as gpt-oss', is told by chat_template_kwargs"}
 SAMPLING = tuple(name for name in rules(SamplingParams) if name not in ("logprobs", "prompt_logprobs"))
 """Parameters that a body gives by our own names, most of which are OpenAI's too."""
 ORDER = ("priority", "cache_salt")
@@ -84,11 +85,11 @@ def parse_body(
     check_names(kind, body, fields, body)
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name, allowed in neutral.items():
-        if name == "best_of" and "n" in given:  # all of them, as OpenAI has it where nothing is said
+        if name == "best_of" and given.get("n", 1) != 1:  # all of them, as OpenAI has it where nothing is said
             allowed = (*allowed, given["n"])
         if name in given and (value := given.pop(name)) not in allowed:
             only = f", only {' or '.join(map(repr, allowed))}" if allowed else ""
-            raise FeatureNotAvailable(name, value, f"not available in a batch{only}")
+            raise FeatureNotAvailable(name, value, f"not available in a batch{only}{INSTEAD.get(name, '')}")
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise InvalidArgument("model", model, "must be a text")

@@ -192,6 +192,15 @@ def test_the_best_of_as_many_as_are_returned_are_all() -> None:
     assert completion(n=2, best_of=2).params == completion(n=2).params
     with pytest.raises(FeatureNotAvailable, match="^best_of is 3: not available in a batch, only 1 or 2$"):
         completion(n=2, best_of=3)
+    with pytest.raises(FeatureNotAvailable, match="^best_of is 3: not available in a batch, only 1$"):
+        completion(n=1, best_of=3)
+
+
+def test_the_effort_of_thinking_is_a_variable_of_the_template() -> None:
+    with pytest.raises(FeatureNotAvailable, match="a batch; a template that reads it, .* told by chat_template_kwargs$"):
+        chat(reasoning_effort="low")
+    options = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert chat(**options).chat_options == options
 
 
 def test_every_sampling_parameter_has_a_field() -> None:
