@@ -65,7 +65,7 @@ class Reuse:
         if donor is not None and donor.table.length < best:  # it has given way since
             trunks = self._find_trunks(request)
             donor, best = trunks.donor(branch)
-        if best < min(trunks.length(branch), request.history.depth[branch.tip] - 1):
+        if best < trunks.length(branch):
             return True
         if donor is not None and best > branch.table.length:
             branch.table.release()

@@ -47,7 +47,7 @@ class Trunks:
             node = parent[node]
 
     def length(self, branch: Branch) -> int:
-        """How much of `branch` others before it evaluate."""
+        """How much of `branch` others before it evaluate; never its last token."""
         return self._trunk[branch]
 
     def donor(self, branch: Branch | Hypothesis) -> tuple[Branch | None, int]:
