@@ -69,6 +69,20 @@ def test_a_branch_takes_over_an_answer() -> None:
     assert parking.give_way("target") and pool.num_available == pool.num_blocks
 
 
+def test_a_lane_that_an_answer_has_nothing_on_is_kept_as_far_as_they_agree() -> None:
+    """A draft model has read the branch, and not the answer."""
+    target, draft = make_pool(), BlockPool("draft", 16, SIZE, 16)
+    parking = Parking({"target": target, "draft": draft})
+    own, held = parked(parking, target, 9), parked(parking, target, 9)
+    own.tables["draft"] = table = BlockTable(draft)
+    assert reserve([(table, 8)], CopyPlan(draft))
+    table.length = 8
+    parking.take_over(own, held, 6)
+    assert own.tables["draft"].length == 6 and own.tables["target"].length == 8
+    for lane, pool in (("target", target), ("draft", draft)):
+        pool.check(parking.tables(lane))
+
+
 class Asked:
     """What a call looks at of a request."""
 
