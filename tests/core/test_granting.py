@@ -42,6 +42,17 @@ def test_where_every_row_costs_a_step_nothing_is_drafted() -> None:
     assert counts(chain(0.6, 6), costs=FLAT) == [6]
 
 
+def test_what_gains_next_to_nothing_is_not_drafted() -> None:
+    least = MARGIN - 1
+    assert counts(Wish([least / 2]), costs=FLAT) == [0] and counts(Wish([2 * least]), costs=FLAT) == [1]
+
+
+def test_what_there_is_no_room_for_stands_in_nobodys_way() -> None:
+    whole = Wish([9.0, *[0.0] * 9], is_whole=True)
+    assert counts(whole, chain(0.8, 3), costs=FLAT, left=9) == [0, 3]
+    assert counts(whole, chain(0.8, 3), costs=FLAT, left=13) == [10, 3]
+
+
 def test_rows_go_to_whom_they_help() -> None:
     wishes = [chain(0.9, 10), chain(0.2, 10), chain(0.5, 10)]
     good, bad, middling = counts(*wishes, costs=STAIR, rows=3, tokens=3)
