@@ -13,7 +13,7 @@ int check_rope_kv_write(const pd_rope_kv_write_args &a) {
       check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind) ||
       check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1) ||
       check_optional(name, "cos_sin", a.cos_sin) || check_optional(name, "q_norm", a.q_norm) ||
-      check_optional(name, "k_norm", a.k_norm))
+      check_optional(name, "k_norm", a.k_norm) || check_range(name, "norms_all_heads", a.norms_all_heads, 0, 1))
     return -1;
   if (a.cos_sin) {
     if (check_array(name, "positions", a.positions, a.num_rows) ||

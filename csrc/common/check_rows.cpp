@@ -9,8 +9,8 @@ namespace {
 template <class Args>
 int check_norm(const char *name, const Args &a) {
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
-      check_pointer(name, "weight", a.weight) || check_array(name, "out", a.out, a.num_rows) ||
-      check_optional(name, "row_ids", a.row_ids) || check_dtype(name, a.dtype) ||
+      check_array(name, "out", a.out, a.num_rows) || check_optional(name, "row_ids", a.row_ids) ||
+      check_dtype(name, a.dtype) ||
       check_range(name, "dim", a.dim, 1, INT32_MAX))
     return -1;
   if (!(a.eps >= 0.0f) || !std::isfinite(a.eps))
@@ -33,12 +33,14 @@ int check_rms_norm(const pd_rms_norm_args &a) {
   const char *name = "pd_rms_norm";
   if (check_norm(name, a)) return -1;
   if (check_range(name, "add", a.add, 0, 1)) return -1;
+  if (a.add ? check_pointer(name, "weight", a.weight) : check_optional(name, "weight", a.weight)) return -1;
   if (a.add && a.dtype != PD_F32) return fail("%s: dtype is %d; with add it must be %d (fp32)", name, a.dtype, PD_F32);
   return 0;
 }
 
 int check_layer_norm(const pd_layer_norm_args &a) {
-  return check_norm("pd_layer_norm", a) ? -1 : check_optional("pd_layer_norm", "bias", a.bias);
+  const char *name = "pd_layer_norm";
+  return check_norm(name, a) || check_pointer(name, "weight", a.weight) ? -1 : check_optional(name, "bias", a.bias);
 }
 
 int check_embed(const pd_embed_args &a) {

@@ -11,6 +11,10 @@ namespace {
 template <class E, bool kAdd>
 void norm_row(const pd_rms_norm_args &a, const float *x, E *out) {
   const int64_t dim = a.dim;
+  if (!a.weight) {
+    for (int64_t i = 0; i < dim; i += 16) store_some(out + i, load_some(x + i, dim - i), dim - i);
+    return;
+  }
   F16 sum = set16(0.0f);
   for (int64_t i = 0; i < dim; i += 16) {
     const F16 v = load_some(x + i, dim - i);

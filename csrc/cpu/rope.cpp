@@ -10,13 +10,15 @@ namespace {
 
 constexpr int kMaxHeadDim = 1024;
 
-void norm_head(float *x, const float *weight, int64_t dim, float eps) {
+// Of a head x, and of the `count` values that a norm is over.
+template <class E>
+void norm_head(float *x, const float *weight, int64_t dim, const E *normed, int64_t count, float eps) {
   F16 sum = set16(0.0f);
-  for (int64_t i = 0; i < dim; i += 16) {
-    const F16 v = load_some(x + i, dim - i);
+  for (int64_t i = 0; i < count; i += 16) {
+    const F16 v = load_some(normed + i, count - i);
     sum = sum + v * v;
   }
-  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + eps));
+  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)count + eps));
   for (int64_t i = 0; i < dim; i += 16)
     store_some(x + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
 }
@@ -83,11 +85,14 @@ struct Heads {
     const int64_t dim = a.head_dim;
     for (int64_t i = 0; i < dim; i += 16) store_some(x + i, load_some(in + i, dim - i), dim - i);
   }
-  // A q or k head in fp32, normed and rotated.
-  void prepare(const E *in, const float *norm, int64_t row, float *x) const {
+  // A q or k head in fp32, normed and rotated; `at` of `count`.
+  void prepare(const E *in, const float *norm, int64_t at, int64_t count, int64_t row, float *x) const {
     const int64_t dim = a.head_dim;
     load(in, x);
-    if (norm) norm_head(x, norm, dim, a.norm_eps);
+    if (norm && a.norms_all_heads)
+      norm_head(x, norm + at * dim, dim, in - at * dim, count * dim, a.norm_eps);
+    else if (norm)
+      norm_head(x, norm, dim, in, dim, a.norm_eps);
     if (!a.cos_sin) return;
     const float *table = a.cos_sin + a.positions[row] * (int64_t)a.rotary_dim;
     a.interleaved ? rotate_pairs(x, table, a.rotary_dim / 2) : rotate_halves(x, table, a.rotary_dim / 2);
@@ -97,7 +102,7 @@ struct Heads {
     const E *in = (const E *)a.qkv + (row * (a.q_heads + 2 * a.kv_heads) + head) * dim;
     alignas(64) float x[kMaxHeadDim];
     if (head < a.q_heads) {
-      prepare(in, a.q_norm, row, x);
+      prepare(in, a.q_norm, head, a.q_heads, row, x);
       E *out = (E *)a.q_out + (row * a.q_heads + head) * dim;
       for (int64_t i = 0; i < dim; i += 16) store_some(out + i, load_some(x + i, dim - i), dim - i);
     } else if (slot >= 0) {
@@ -105,7 +110,7 @@ struct Heads {
       const SlotPlace place = shape.place(slot, head - a.q_heads - (keys ? 0 : a.kv_heads));
       char *cache = (char *)(keys ? a.k_cache : a.v_cache);
       if (keys)
-        prepare(in, a.k_norm, row, x);
+        prepare(in, a.k_norm, head - a.q_heads, a.kv_heads, row, x);
       else if (shape.scale)
         load(in, x);
       if (shape.scale)

@@ -71,10 +71,14 @@ PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
     const float *norm = is_q ? a.q_norm : is_v ? nullptr : a.k_norm;
     float scale = 1.0f;
     if (norm) {
+      const int64_t at = !a.norms_all_heads ? 0 : is_q ? head : head - a.q_heads;  // of the heads that a norm is over
+      const int64_t count = !a.norms_all_heads ? dim : (is_q ? a.q_heads : a.kv_heads) * dim;
+      const E *normed = in - at * dim;
       float sum = 0.0f;
-      for (int d = lane; d < dim; d += kWarp) sum = sum + to_float(in[d]) * to_float(in[d]);
+      for (int64_t d = lane; d < count; d += kWarp) sum = sum + to_float(normed[d]) * to_float(normed[d]);
       for (int mask = kWarp / 2; mask; mask /= 2) sum = sum + shuffle_xor(sum, mask);
-      scale = quotient(1.0f, square_root(quotient(sum, (float)dim) + a.norm_eps));
+      scale = quotient(1.0f, square_root(quotient(sum, (float)count) + a.norm_eps));
+      norm += at * dim;
     }
     const int64_t kv_head = is_v ? head - a.q_heads - a.kv_heads : head - a.q_heads;
     if (kKind != PD_KV_PLAIN && !is_q) {

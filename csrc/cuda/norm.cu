@@ -47,9 +47,23 @@ PD_DEVICE void rms_norm_kept(const pd_rms_norm_args &a) {
   }
 }
 
+// Rows as they are, in E.
+template <class E>
+PD_DEVICE void copied(const pd_rms_norm_args &a) {
+  for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
+    const float *x = a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim;
+    E *out = (E *)a.out + r * a.dim;
+    each_value(a.dim, [&](int i) { return x[i]; }, [&](int i, float y) { out[i] = from_float<E>(y); });
+  }
+}
+
 template <class E>
 PD_KERNEL(kThreads) rms_norm_kernel(pd_rms_norm_args a) {
   let_next_begin();
+  if (!a.weight) {
+    await_kernels();
+    return copied<E>(a);
+  }
   if (a.dim <= kAhead * kThreads) return rms_norm_kept<E>(a);
   await_kernels();
   for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {

@@ -220,7 +220,7 @@ PD_EXPORT int pd_embed(pd_context *, const pd_embed_args *);
 typedef struct { /* out[r] = x[row_ids ? row_ids[r] : r] / sqrt(mean(x^2) + eps) * weight, over dim */
   const int32_t *num_rows;
   const float *x;              /* [*][dim] */
-  const float *weight;         /* [dim] */
+  const float *weight;         /* [dim], or NULL without add: out[r] is x's row as it is, in dtype */
   void *out;                   /* [rows][dim] in dtype */
   const int32_t *row_ids;      /* [rows] or NULL */
   int32_t dim, dtype;
@@ -270,11 +270,12 @@ typedef struct { /* rotate q and k of each row by its position and write k and v
   const int32_t *slots;        /* [rows]; -1: nothing is written (the row only reads) */
   /* [max_position][rotary_dim]: cos of rotary_dim/2 frequencies, then sin; NULL: no rotation */
   const float *cos_sin;
-  const float *q_norm, *k_norm; /* [head_dim] RMS norm over each head before rotation, or NULL */
+  const float *q_norm, *k_norm; /* [head_dim] RMS norm over each head before rotation, or NULL; see norms_all_heads */
   int32_t q_heads, kv_heads, head_dim, rotary_dim, block_size, dtype;
   int32_t interleaved;         /* 0: pairs (i, i + rotary_dim/2) as in Llama; 1: pairs (2i, 2i + 1) as in GPT-J */
   float norm_eps;
-  int32_t kv_kind, reserved;   /* pd_kv_kind */
+  int32_t kv_kind;             /* pd_kv_kind */
+  int32_t norms_all_heads;     /* 1: the norms are over all of a row's q or k, and have a weight for each number */
 } pd_rope_kv_write_args;
 PD_EXPORT int pd_rope_kv_write(pd_context *, const pd_rope_kv_write_args *);
 

@@ -54,8 +54,14 @@ class Rope:
 
 NO_ROTATION = Rope(None)
 HeadNorms: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, float]
-"""RMS norm weights fp32 [head_dim] of q and of k, applied to each head before the rotation, and eps."""
+"""RMS norm weights fp32 [head_dim] of q and of k, applied to each head before the rotation, and eps; or weights for all
+heads, to whose numbers they are then applied at once."""
 NO_NORMS: HeadNorms = (None, None, 0.0)
+
+
+def are_of_all_heads(norms: HeadNorms, head_dim: int) -> bool:
+    """Whether norms are over all heads of a row at once."""
+    return any(norm is not None and len(norm) > head_dim for norm in norms[:2])
 
 
 KV_KINDS = {torch.int8: KvKind.INT8, torch.float8_e4m3fn: KvKind.FP8}

@@ -96,7 +96,7 @@ class ReferenceProgram:
         self,
         rows: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         out: torch.Tensor,
         eps: float,
         row_ids: torch.Tensor | None = None,
@@ -105,6 +105,9 @@ class ReferenceProgram:
         def run() -> None:
             n = int(rows)
             chosen = x[:n] if row_ids is None else x[row_ids[:n].long()]
+            if weight is None:
+                out[:n] = chosen
+                return
             for i in range(n):  # one row at a time: torch may split a sum by how many there are
                 normed = reference.rms_norm(chosen[i : i + 1], weight, eps, out_dtype=out.dtype)
                 out[i : i + 1] = out[i : i + 1] + normed if add else normed

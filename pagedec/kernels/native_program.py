@@ -11,7 +11,7 @@ import torch
 
 from pagedec.kernels import native_experts
 from pagedec.kernels.addresses import address
-from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope, are_of_all_heads
 from pagedec.kernels.library import (
     AddPartsArgs,
     AllGatherArgs,
@@ -111,7 +111,7 @@ class NativeProgram:
         self,
         rows: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         out: torch.Tensor,
         eps: float,
         row_ids: torch.Tensor | None = None,
@@ -245,7 +245,7 @@ class NativeProgram:
                 int(rope.interleaved),
                 norms[2],
                 int(cache.kind),
-                0,
+                int(are_of_all_heads(norms, cache.head_dim)),
             ),
             rows,
             qkv,

@@ -38,7 +38,7 @@ class Program(Protocol):
         self,
         rows: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         out: torch.Tensor,
         eps: float,
         row_ids: torch.Tensor | None = None,
@@ -46,7 +46,8 @@ class Program(Protocol):
     ) -> None:
         """RMS norm over x fp32 [*, dim], of the rows `row_ids` where given; out [rows, dim] in the backend's dtype.
 
-        With `add`, out is fp32 and is added to: a norm behind a block, into the residual stream.
+        With `add`, out is fp32 and is added to: a norm behind a block, into the residual stream. Without a weight out
+        has the rows as they are.
         """
 
     def layer_norm(

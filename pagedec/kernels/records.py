@@ -214,7 +214,7 @@ class RopeKvWriteArgs(Structure):
         ("interleaved", c_int32),
         ("norm_eps", c_float),
         ("kv_kind", c_int32),
-        ("reserved", c_int32),
+        ("norms_all_heads", c_int32),
     ]
 
 

@@ -130,8 +130,10 @@ def rope_kv_write(
 
     def prepare(x: Tensor, norm: Tensor | None) -> Tensor:
         x = x.to(compute_dtype)
-        if norm is not None:
-            x = rms_norm(x, norm, shape.norm_eps, out_dtype=compute_dtype, compute_dtype=compute_dtype)
+        if norm is not None:  # over each head, or over all of them
+            rows = x.reshape(len(x), -1, len(norm))
+            normed = rms_norm(rows, norm, shape.norm_eps, out_dtype=compute_dtype, compute_dtype=compute_dtype)
+            x = normed.view(x.shape)
         if cos_sin is None:
             return x
         return rotate(x, cos_sin[positions.long()], interleaved=shape.interleaved)

@@ -22,7 +22,7 @@ SINKS = "self_attn.sinks"
 @dataclass(frozen=True, slots=True)
 class LayerNames:
     """A layer's weights below `model.layers.<i>.`; of qkv and gate_up one name for each part, or one for all, whose
-    rows then lie one behind the other. Norms named "" do not exist."""
+    rows then lie one behind the other. Norms named "" do not exist: a block then reads the stream as it is."""
 
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -77,9 +77,9 @@ class Architecture:
     """A decoder-only transformer, down to the last number that changes its results. `name` is the family's.
 
     `attention_bias` is a bias on the projections of q, k and v, `output_bias` on the one behind attention, `mlp_bias`
-    on all of the MLP. `qk_norm` is an RMS norm of each query and key head before rotation. `rms_norm_eps` is the
-    epsilon of all norms; `norm_offset` is added to the weights of RMS norms. `rope_interleaved` rotates neighbours (2i,
-    2i+1) instead of halves.
+    on all of the MLP. `qk_norm` is an RMS norm of each query and key head before rotation, or with
+    `qk_norm_of_all_heads` of all of a row's at once. `rms_norm_eps` is the epsilon of all norms; `norm_offset` is added
+    to the weights of RMS norms. `rope_interleaved` rotates neighbours (2i, 2i+1) instead of halves.
 
     `sliding_window` is the number of keys that a query sees, itself included, in all layers but
     `full_attention_layers`; None: all keys in all layers. `local_rope_theta` is the base of the layers with a window,
@@ -115,6 +115,7 @@ class Architecture:
     mlp_bias: bool = False
     hidden_act: str = "silu"
     qk_norm: bool = False
+    qk_norm_of_all_heads: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     query_scale: float | None = None
@@ -228,7 +229,8 @@ class Architecture:
         if self.sinks:
             shapes[SINKS] = (self.num_attention_heads,)
         if self.qk_norm:
-            shapes |= {f"self_attn.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
+            own = (num_q, num_kv) if self.qk_norm_of_all_heads else (self.head_dim, self.head_dim)
+            shapes |= {f"self_attn.{norm}.weight": (n,) for norm, n in zip(("q_norm", "k_norm"), own, strict=True)}
         return shapes
 
     def layer_cuts(self, part: Part) -> dict[str, Portion]:

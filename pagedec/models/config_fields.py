@@ -46,6 +46,27 @@ def rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return scaling or rope
 
 
+def two_ropes(values: Mapping[str, Any], local_theta: float) -> tuple[dict[str, Any], float]:
+    """Return, of a model whose layers with a window rotate in a way of their own, values by which `base_fields` reads
+    the rotation of the others, and the base of those; `local_theta`: where nothing says it."""
+    rope = rope_parameters(values)
+    if "full_attention" not in rope and "sliding_attention" not in rope:  # transformers 4
+        if rope and not values.get("rope_scaling"):  # transformers 5 passes it over
+            limit = "must have full_attention and sliding_attention in it: layers rotate in two ways"
+            raise InvalidArgument("rope_parameters", rope, limit)
+        rope = {"full_attention": rope}
+    full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+    for field, given in (("full_attention", full), ("sliding_attention", local)):
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(f"rope_parameters.{field}", given, "must be an object")
+    if local.get("rope_type", "default") != "default":
+        limit = "is not supported in layers with a window; supported is default"
+        raise InvalidArgument("rope_parameters.sliding_attention.rope_type", local["rope_type"], limit)
+    rope = {"rope_theta": values["rope_theta"], **full}
+    inner = {"rope_scaling": {}, "rope_parameters": rope, "original_max_position_embeddings": None}
+    return inner, local.get("rope_theta", local_theta)
+
+
 def _rotated_share(values: Mapping[str, Any], rope: Mapping[str, Any], rotates_parts: bool) -> float:
     share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     positive_number("partial_rotary_factor", share)

@@ -25,6 +25,7 @@ from pagedec.models.families import (
     dots1,
     ernie4_5,
     ernie4_5_moe,
+    exaone4,
     gemma,
     gemma2,
     gemma3,
@@ -35,8 +36,12 @@ from pagedec.models.families import (
     gpt_oss,
     granite,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
@@ -57,9 +62,9 @@ _log = logging.getLogger(__name__)
 
 DENSE = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi3, glm, glm4, gpt2),
-    *(granite, smollm3, seed_oss, ernie4_5),
+    *(granite, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4),
 )
-MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, ernie4_5_moe, gpt_oss)
+MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, ernie4_5_moe, gpt_oss, olmoe, minimax_m2)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
@@ -182,6 +187,9 @@ def check_ranks(arch: Architecture, world: int) -> None:
     """Raise InvalidArgument where so many ranks cannot share the model. Reads no weights."""
     if world > 1 and isinstance(arch, HostedArchitecture):
         limit = "must be 1 for a model that runs its modeling code: nobody knows where that can be cut"
+        raise InvalidArgument("tensor_parallel_size", world, limit)
+    if world > 1 and arch.qk_norm_of_all_heads:
+        limit = f"must be 1 for {arch.name}: its norms of q and k are over the heads of all ranks"
         raise InvalidArgument("tensor_parallel_size", world, limit)
     if world > 1:
         part_of(arch, 0, world)

@@ -52,14 +52,14 @@ class Mlp:
 class TransformerLayer:
     """One block's weights: RMS norm weights fp32 [hidden], the others packed."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Any
     sinks: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Any
     attention_out_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     mlp: Mlp | MixtureLayer
     mlp_out_norm: torch.Tensor | None
 
@@ -128,7 +128,7 @@ class Transformer(RecordedModel):
             return load_mixture(mixture, backend, weight, lambda name: self._source.load(prefix + name))
 
         return TransformerLayer(
-            input_norm=self._norm(prefix + names.input_norm),
+            input_norm=norm(names.input_norm),
             qkv=pack_stacked(
                 backend, [weight(name) for name in names.qkv], [bias(name, arch.attention_bias) for name in names.qkv]
             ),
@@ -137,7 +137,7 @@ class Transformer(RecordedModel):
             k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
             o=pack_stacked(backend, [weight(names.o)], [bias(names.o, arch.output_bias)]),
             attention_out_norm=norm(names.attention_out_norm),
-            mlp_norm=self._norm(prefix + names.mlp_norm),
+            mlp_norm=norm(names.mlp_norm),
             mlp=mlp() if mixture is None else experts(mixture),
             mlp_out_norm=norm(names.mlp_out_norm),
         )

@@ -25,7 +25,7 @@ from tests.engine.test_offload import tier
 from tests.engine.test_rolls import asked, compare
 from tests.engine.test_speculation import drafted_by
 from tests.kernels import cuda_library
-from tests.models.checkpoints import make_checkpoint, variant
+from tests.models.checkpoints import GRANITE, make_checkpoint, variant
 
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -187,6 +187,9 @@ def test_masks_and_a_prompt_that_is_read_in_pieces(device: Tiny, tiny: Tiny) -> 
 
 
 FAMILIES = {
+    "olmo2": variant("olmo2", "olmo2", length=8, hidden_size=48, num_attention_heads=3, num_key_value_heads=1,
+                     head_dim=16),
+    "granite": variant("granite", "granite", length=8, **GRANITE),
     "gpt2": variant("gpt2", "gpt2", length=8, n_embd=48, n_head=3, n_layer=2),
     "gemma3": variant("gemma3", "gemma3", length=8, sliding_window=8, num_hidden_layers=3, layer_types=[
         "sliding_attention", "full_attention", "sliding_attention"], final_logit_softcapping=20.0),

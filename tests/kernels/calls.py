@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedec.core.forward import DRAW_DTYPE
+from pagedec.kernels.backend import are_of_all_heads
 from pagedec.kernels.library import (
     CUDA,
     EMULATED_DEVICE,
@@ -151,7 +152,7 @@ def embed(
 def rms_norm(
     context: Context,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     row_ids: Tensor | None = None,
@@ -269,6 +270,7 @@ def rope_kv_write(
                 interleaved=int(shape.interleaved),
                 norm_eps=shape.norm_eps,
                 kv_kind=kind_of(k_cache),
+                norms_all_heads=int(are_of_all_heads((q_norm, k_norm, 0.0), shape.head_dim)),
             )
         )
     return out

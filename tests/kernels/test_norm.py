@@ -27,12 +27,23 @@ def test_row_ids_gather(context: Context) -> None:
     assert calls.same_bits(x, before)
 
 
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_without_a_weight_are_as_they_are(context: Context, dtype: torch.dtype, dim: int) -> None:
+    x, ids = calls.normal(9, dim, seed=dim, scale=3.0), calls.ints([8, 0, 3, 3])
+    x[3, 0], x[8, dim // 2] = torch.inf, -0.0
+    assert calls.same_bits(calls.rms_norm(context, x, None, 1e-5, out_dtype=dtype), x.to(dtype))
+    gathered = calls.rms_norm(context, x, None, 1e-5, row_ids=ids, out_dtype=dtype)
+    assert calls.same_bits(gathered, x.to(dtype)[ids.long()])
+
+
 def test_nan_stays_in_its_row(context: Context) -> None:
     x = calls.normal(3, 32, seed=1)
     x[1, 5] = torch.nan
     for dtype in calls.DTYPES:
         out = calls.rms_norm(context, x, torch.ones(32), 1e-5, out_dtype=dtype)
         assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+        assert torch.equal(calls.rms_norm(context, x, None, 1e-5, out_dtype=dtype).isnan(), x.isnan())
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -108,14 +119,13 @@ BAD_FIELDS = [
     ("dim", 0, "dim is 0"),
     ("dtype", 7, "dtype is 7"),
     ("x", None, "x is NULL"),
-    ("weight", None, "weight is NULL"),
     ("out", None, "out is NULL"),
     ("eps", -1.0, "eps is -1"),
     ("eps", float("nan"), "eps is nan"),
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "message"), BAD_FIELDS)
+@pytest.mark.parametrize(("field", "value", "message"), [*BAD_FIELDS, ("weight", None, "weight is NULL")])
 def test_invalid_field_of_layer_norm_is_named(context: Context, field: str, value: object, message: str) -> None:
     data, rows = torch.zeros(64), calls.count(1)
     fields: dict[str, object] = dict.fromkeys(("x", "weight", "bias", "out", "row_ids"), data.data_ptr())
@@ -139,8 +149,10 @@ def test_invalid_field_is_named(context: Context, field: str, value: object, mes
         context.call(RmsNormArgs(**fields))
 
 
-def test_adding_needs_fp32(context: Context) -> None:
+def test_adding_needs_a_weight_and_fp32(context: Context) -> None:
     data, rows = torch.zeros(64), calls.count(1)
     p = data.data_ptr()
+    with pytest.raises(KernelError, match="^pd_rms_norm: weight is NULL"):
+        context.call(RmsNormArgs(rows.data_ptr(), p, None, p, None, 4, 0, 0.0, 1))
     with pytest.raises(KernelError, match="^pd_rms_norm: dtype is 1; with add it must be 0"):
         context.call(RmsNormArgs(rows.data_ptr(), p, p, p, None, 4, 1, 0.0, 1))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def read_slots(cache: Tensor, slots: Tensor, head_dim: int, block_size: int, *, 
     return flat[block].gather(2, place[:, None].expand(-1, kv_heads, -1))
 
 
+ALL = "of all heads"
 CASES = [  # q_heads, kv_heads, head_dim, rotary_dim (0: none), block_size, interleaved, norms
     (9, 3, 64, 64, 16, False, False),
     (4, 4, 80, 32, 8, False, False),
@@ -43,12 +45,16 @@ CASES = [  # q_heads, kv_heads, head_dim, rotary_dim (0: none), block_size, inte
     (12, 12, 64, 0, 16, False, False),
     (1, 1, 6, 2, 2, False, False),
     (2, 1, 34, 34, 4, False, True),
+    (3, 1, 64, 64, 16, False, ALL),
+    (8, 2, 128, 64, 16, True, ALL),
+    (5, 5, 48, 0, 8, False, ALL),
+    (7, 1, 18, 6, 4, False, ALL),
 ]
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rotates_and_writes(context: Context, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+def test_rotates_and_writes(context: Context, dtype: torch.dtype, case: tuple[Any, ...]) -> None:
     q_heads, kv_heads, head_dim, rotary_dim, block_size, interleaved, norms = case
     shape = RopeShape(q_heads, kv_heads, head_dim, bool(interleaved), 1e-6)
     num_rows, num_blocks = 13, 8
@@ -58,7 +64,8 @@ def test_rotates_and_writes(context: Context, dtype: torch.dtype, case: tuple[in
     positions = torch.randint(0, 3000, (num_rows,), generator=calls.generator(2), dtype=torch.int32)
     options: dict[str, Tensor] = {"cos_sin": table(3000, rotary_dim)} if rotary_dim else {}
     if norms:
-        options |= {"q_norm": calls.normal(head_dim, seed=3), "k_norm": calls.normal(head_dim, seed=4)}
+        sizes = (q_heads * head_dim, kv_heads * head_dim) if norms == ALL else (head_dim, head_dim)
+        options |= {"q_norm": calls.normal(sizes[0], seed=3), "k_norm": calls.normal(sizes[1], seed=4)}
     k_cache, v_cache = (c[0] for c in calls.caches(dtype, 1, num_blocks, kv_heads, head_dim, block_size))
     q_out = calls.rope_kv_write(context, qkv, k_cache, v_cache, positions, slots, shape, **options)
 
@@ -66,7 +73,7 @@ def test_rotates_and_writes(context: Context, dtype: torch.dtype, case: tuple[in
     q_true = reference.rope_kv_write(
         qkv.double(), k_true, v_true, positions, slots, shape, compute_dtype=torch.float64, **options
     )
-    # Head dim 256: 16 adds a lane. A rotation cancels: relative to the head's largest element.
+    # Head dim 256: 16 adds a lane; of all heads 64. A rotation cancels: relative to the head's largest element.
     calls.assert_close(q_out, q_true, ulps=30, scale=q_true.abs().max())
     written = slots >= 0
     assert torch.equal(k_cache.isnan(), k_true.isnan()) and torch.equal(v_cache.isnan(), v_true.isnan())
@@ -111,6 +118,19 @@ def test_rotation_keeps_length_and_depends_on_distance(context: Context) -> None
     assert math.isclose(*scores, rel_tol=1e-4)
 
 
+def test_a_norm_of_all_heads_of_one_is_its_own(context: Context) -> None:
+    """And of several that are alike: the same mean."""
+    one = calls.normal(3, 1, 32, seed=1)
+    qkv, norm, slots = one.repeat(1, 5, 1).flatten(1), calls.normal(32, seed=2), calls.ints([0, 1, 2])
+    shape, results = RopeShape(3, 1, 32, norm_eps=1e-6), []
+    for weights in (norm, norm.repeat(3)):
+        caches = [c[0] for c in calls.caches(torch.float32, 1, 1, 1, 32, 16)]
+        q = calls.rope_kv_write(context, qkv, *caches, slots, slots, shape, q_norm=weights, k_norm=norm)
+        results.append((q, read_slots(caches[0], slots, 32, 16, keys=True)))
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-6)
+    assert calls.same_bits(results[0][1], results[1][1])
+
+
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_and_rows_do_not_change_a_row(context: Context, dtype: torch.dtype, num_threads: int) -> None:
@@ -132,17 +152,18 @@ def test_threads_and_rows_do_not_change_a_row(context: Context, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [1, 2])
 def test_every_instruction_set_gives_the_same_bits(
-    contexts: list[Context], dtype: torch.dtype, interleaved: bool
+    contexts: list[Context], dtype: torch.dtype, interleaved: bool, normed: int
 ) -> None:
     shape, cos_sin = RopeShape(2, 1, 48, interleaved, 1e-6), table(100, 40)
-    norm = calls.normal(48, seed=9)
+    norm = calls.normal(48 * normed, seed=9)
     qkv, slots = calls.normal(9, 4 * 48, seed=1, dtype=dtype), calls.ints(range(9))
     results = []
     for context in contexts:
         caches = [c[0] for c in calls.caches(dtype, 1, 2, 1, 48, 16)]
         q = calls.rope_kv_write(
-            context, qkv, *caches, slots * 11, slots, shape, cos_sin=cos_sin, q_norm=norm, k_norm=norm
+            context, qkv, *caches, slots * 11, slots, shape, cos_sin=cos_sin, q_norm=norm, k_norm=norm[:48]
         )
         results.append([q, *caches])
     for others in results[1:]:
@@ -163,6 +184,7 @@ def test_every_instruction_set_gives_the_same_bits(
         ("dtype", 3, "dtype is 3"),
         ("interleaved", 2, "interleaved is 2"),
         ("norm_eps", -0.5, "norm_eps is -0.5"),
+        ("norms_all_heads", 2, "norms_all_heads is 2"),
         ("qkv", None, "qkv is NULL"),
         ("q_out", None, "q_out is NULL"),
         ("k_cache", None, "k_cache is NULL"),

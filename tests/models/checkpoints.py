@@ -17,10 +17,11 @@ FAMILIES: Mapping[str, str] = {
     "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "dots1": "Dots1",
     "ernie4_5_moe": "Ernie4_5_Moe", "gpt_oss": "GptOss", "gemma": "Gemma", "granite": "Granite",
-    "smollm3": "SmolLM3", "seed_oss": "SeedOss", "ernie4_5": "Ernie4_5",
+    "smollm3": "SmolLM3", "seed_oss": "SeedOss", "ernie4_5": "Ernie4_5", "olmo2": "Olmo2", "olmo3": "Olmo3",
+    "exaone4": "Exaone4", "olmoe": "Olmoe", "minimax_m2": "MiniMaxM2",
 }  # fmt: skip
 """How transformers' classes of a family begin."""
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", "gpt_oss", "olmoe", "minimax_m2")
 VOCAB = 131
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -45,6 +46,8 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+OLMO3_ROPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 1.3,
 }  # fmt: skip
@@ -132,6 +135,24 @@ VARIANTS = (
     variant("seed-oss-all-biases", "seed_oss", attention_out_bias=True, mlp_bias=True, intermediate_size=91),
     variant("ernie", "ernie4_5", num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
     variant("ernie-biases", "ernie4_5", use_bias=True, intermediate_size=91, length=150),
+    variant("olmo2", "olmo2", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    variant("olmo2-biases-tied", "olmo2", hidden_size=128, attention_bias=True, tie_word_embeddings=True,
+            intermediate_size=91, max_shard_size="60KB"),
+    variant("olmo2-two-chunks", "olmo2", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, head_dim=16,
+            max_position_embeddings=1200, length=1060),
+    variant("olmo3", "olmo3", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            num_hidden_layers=5, sliding_window=11, length=150),
+    variant("olmo3-yarn", "olmo3", hidden_size=128, sliding_window=9, rope_parameters=OLMO3_ROPE, length=150,
+            layer_types=["full_attention", "sliding_attention"]),
+    variant("exaone4", "exaone4", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=5, sliding_window=9),
+    variant("exaone4-no-window", "exaone4", sliding_window=None, layer_types=["full_attention"] * 2,
+            tie_word_embeddings=True, intermediate_size=91, max_shard_size="60KB"),
+    variant("olmoe", "olmoe", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            num_experts=6, num_experts_per_tok=3),
+    variant("olmoe-norm-biases", "olmoe", hidden_size=128, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+            attention_bias=True, intermediate_size=37, max_shard_size="60KB"),
+    variant("minimax", "minimax_m2", num_local_experts=6, num_experts_per_tok=3, num_attention_heads=4,
+            num_key_value_heads=2, rope_parameters=HALF_ROPE),
     variant("gemma2", "gemma2", sliding_window=10, max_shard_size="60KB"),
     variant("gemma2-untied-no-caps", "gemma2", sliding_window=512, tie_word_embeddings=False,
             attn_logit_softcapping=None, final_logit_softcapping=None),

@@ -20,7 +20,8 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "phi3": "phi3", "glm": "chatglm", "glm4": "glm4", "gpt2": "gpt2",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "dots1": "dots1",
     "gpt_oss": "gpt-oss", "gemma": "gemma", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
-    "ernie4_5": "ernie4_5",
+    "ernie4_5": "ernie4_5", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "olmoe": "olmoe",
+    "minimax_m2": "minimax-m2",
 }  # fmt: skip
 """general.architecture by model_type."""
 Tensors = dict[str, np.ndarray]
@@ -103,12 +104,14 @@ def add_experts(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     count = next(config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config)
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if config["model_type"] == "gpt_oss":
+    if config["model_type"] in ("gpt_oss", "minimax_m2"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if config["model_type"] == "minimax_m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["model_type"] in ("glm4_moe", "dots1"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
@@ -190,6 +193,8 @@ def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) ->
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] in ("olmo3", "exaone4") and config["sliding_window"]:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if config["model_type"] == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

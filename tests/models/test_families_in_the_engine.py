@@ -37,6 +37,9 @@ VARIANTS = {
         variant("gpt2", "gpt2"),
         variant("granite", "granite", **GRANITE, num_attention_heads=4, num_key_value_heads=2),
         variant("smollm3", "smollm3", num_hidden_layers=4),
+        variant(
+            "olmo3", "olmo3", hidden_size=128, sliding_window=11, layer_types=["full_attention", "sliding_attention"]
+        ),
         variant("mixtral", "mixtral", num_local_experts=4, sliding_window=17),
         variant("qwen3_moe", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48),
         variant("glm4_moe", "glm4_moe", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32),

@@ -182,6 +182,8 @@ SPLITS = [
     ("seed-coder", SEED_SPLIT),
     ("gpt-2", GPT2_SPLIT),
     ("phi-2", GPT2_SPLIT),
+    ("exaone4", GPT2_SPLIT),
+    ("minimax-m2", GPT4O_SPLIT),
 ]
 
 

@@ -61,6 +61,8 @@ STYLES = {
     "gpt-2": GPT2,
     "gpt2": GPT2,
     "phi-2": GPT2,
+    "olmo": GPT2,
+    "exaone4": GPT2,
     "smollm": SMOLLM,
     "starcoder": SMOLLM,
     "refact": SMOLLM,  # Granite's
@@ -78,6 +80,7 @@ STYLES = {
     "tekken": TEKKEN,
     "gpt-4o": GPT4O,
     "llama4": GPT4O,
+    "minimax-m2": GPT4O,
     "deepseek-coder": DEEPSEEK_CODER,
     "seed-coder": SEED,
 }

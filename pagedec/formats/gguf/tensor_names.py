@@ -36,6 +36,10 @@ _GEMMA = IN_BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_BEHIND = IN_BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _FUSED_MLP = {name: stem for name, stem in IN_BLOCK.items() if name != "ffn_gate"} | {"ffn_up": "mlp.gate_up_proj"}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QWEN_EXPERTS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
@@ -114,6 +118,14 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "qwen3": Layout(),
     "qwen3moe": Layout(IN_BLOCK | {"ffn_gate_inp": "mlp.gate"}, experts=_QWEN_EXPERTS),
+    "olmo2": Layout(_BEHIND),
+    "exaone4": Layout(_BEHIND),
+    "olmoe": Layout(IN_BLOCK | {"ffn_gate_inp": "mlp.gate"}, experts=_QWEN_EXPERTS),
+    "minimax-m2": Layout(
+        IN_BLOCK
+        | {"ffn_gate_inp": "block_sparse_moe.gate", "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        experts=_MIXTRAL_EXPERTS,
+    ),
     "gemma": Layout(norm_offset=1.0),
     "gemma2": Layout(_GEMMA, norm_offset=1.0),
     "gemma3": Layout(_GEMMA, norm_offset=1.0),

@@ -10,7 +10,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.values import layer_count, positive_int, required
 from pagedec.models.architecture import Architecture
-from pagedec.models.config_fields import base_fields, full_layers, merged, rope_parameters
+from pagedec.models.config_fields import base_fields, full_layers, merged, two_ropes
 from pagedec.models.families.gemma2 import gemma_fields, gemma_gguf_fields, gguf_full_layers
 from pagedec.models.family import Family
 from pagedec.models.transformer import Transformer
@@ -30,25 +30,6 @@ TEXT_IN_IMAGE_MODEL = (
 )
 
 
-def _ropes(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
-    """Return the rotation of the layers that see everything, and the base of the others."""
-    rope = rope_parameters(values)
-    if "full_attention" not in rope and "sliding_attention" not in rope:  # transformers 4
-        if rope and not values.get("rope_scaling"):  # transformers 5 passes it over
-            limit = "must have full_attention and sliding_attention in it: layers rotate in two ways"
-            raise InvalidArgument("rope_parameters", rope, limit)
-        return {"rope_theta": values["rope_theta"], **rope}, values["rope_local_base_freq"]
-    full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
-    for field, given in (("full_attention", full), ("sliding_attention", local)):
-        if not isinstance(given, Mapping):
-            raise InvalidArgument(f"rope_parameters.{field}", given, "must be an object")
-    if local.get("rope_type", "default") != "default":
-        limit = "is not supported in layers with a window; supported is default"
-        raise InvalidArgument("rope_parameters.sliding_attention.rope_type", local["rope_type"], limit)
-    theta = local.get("rope_theta", values["rope_local_base_freq"])
-    return {"rope_theta": values["rope_theta"], **full}, theta
-
-
 def read(config: Mapping[str, Any]) -> Architecture:
     text = config.get("text_config")
     if isinstance(text, Mapping):
@@ -66,8 +47,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     layer_count("num_hidden_layers", count)
     positive_int("sliding_window_pattern", pattern)
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
-    rope, local_theta = _ropes(values)
-    inner = {"rope_scaling": {}, "rope_parameters": rope, "original_max_position_embeddings": None}
+    inner, local_theta = two_ropes(values, values["rope_local_base_freq"])
     return Architecture(
         "gemma3",
         **(base_fields(values | inner) | gemma_fields(values)),
