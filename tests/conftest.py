@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import sys
 from collections import defaultdict, deque
@@ -43,6 +44,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 KERNELS = ("kind", "isa", "library", "backend", "kernels", "dtype", "device")
 """Parameters in which cases are not alike: other code answers them."""
+SLOW = re.compile("emulated|_on_avx2$")
+"""Libraries of instructions, or devices, that are functions here."""
 
 
 def _group(item: pytest.Item, mark: pytest.Mark) -> tuple[str, ...]:
@@ -63,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             groups[_group(item, mark)].append(item)
     for (_, *kernels), group in groups.items():
         is_of_libraries = "library" in group[0].callspec.params  # type: ignore[attr-defined]
-        if is_of_libraries and not any("emulated" in name or name == "scalar" for name in kernels):
+        if is_of_libraries and not any(name == "scalar" or SLOW.search(name) for name in kernels):
             continue
         kept = -(-len(group) // group[0].get_closest_marker("sampled").args[0])  # type: ignore[union-attr]
         for item in sorted(group, key=lambda item: blake2b(item.nodeid.encode()).digest())[kept:]:

@@ -27,6 +27,7 @@ from pagedec.outputs import RequestOutput
 from tests.algorithms.beam import BeamParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.conftest import GEMMA3, TINY
+from tests.kernels.calls import EMULATED_UNITS
 
 VOCABULARY = 397  # of no panel's width
 CONTEXT = 800
@@ -217,7 +218,7 @@ def test_configurations_give_the_same_bits(numbers: str, tmp_path: Path) -> None
     compare(tmp_path, numbers, None, seed=1, count=27, configurations=2)
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512", *EMULATED_ISAS])
+@pytest.mark.parametrize("isa", ["avx2", "avx512", *EMULATED_UNITS])
 @pytest.mark.parametrize("numbers", ["bfloat16", "int8"])
 def test_other_instruction_sets(isa: str, numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if isa == available_isas()[-1]:
