@@ -33,6 +33,20 @@ def test_a_rollback_counts_from_where_the_branch_is(tiny: Tiny) -> None:
     assert session.token_ids == [5] * 20 + [9] * 5
 
 
+def test_tokens_that_had_died_count_when_they_are_answered_again(tiny: Tiny) -> None:
+    """Greedy, a call says the same once more: the history has it, and does not grow."""
+    llm = tiny()
+    session = llm.session([5] * 20)
+    sessions, owner = llm.engine.sessions, session._owner
+    first = session.generate(max_tokens=8, ignore_eos=True, temperature=0)
+    session.rollback(8)
+    llm.loop.at_once(lambda engine: engine.sessions.bury([owner]))
+    assert (sessions.num_tokens, owner.num_dead) == (20, 8)
+    again = session.generate(max_tokens=8, ignore_eos=True, temperature=0)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids and len(owner.history) == 28
+    assert sessions.num_tokens == 28
+
+
 def test_scores_is_no_way_to_keep(tiny: Tiny) -> None:
     with pytest.raises(InvalidArgument, match="keep is 'scores': must be one of first, all, none"):
         tiny().session([5]).generate(max_tokens=1, keep="scores")
