@@ -173,6 +173,20 @@ def test_a_higher_priority_comes_in_at_once(lengths: list[int]) -> None:
     assert low.closed and all(request.closed and not request.num_preemptions for request in high)
 
 
+@pytest.mark.parametrize(("num_answers", "comes_in"), [(1, True), (8, False)])
+def test_answers_count_before_they_have_parted(num_answers: int, comes_in: bool) -> None:
+    """A request that waits is one branch, whatever it becomes."""
+    engine = FakeEngine(World(0).models, limits(60, enable_prefix_caching=False))
+    Case("inside", SamplingParams(seed=1), [1] * 8, None, Stopping(max_tokens=40)).add(engine.scheduler)
+    engine.step()
+    params = SamplingParams(seed=2, n=num_answers)
+    waits = Case("waits", params, [2] * 8, None, Stopping(max_tokens=40)).add(engine.scheduler)
+    engine.step()
+    assert waits.started is comes_in
+    engine.run()
+    assert len(waits.done) == num_answers
+
+
 def parked(engine: FakeEngine, name: str, priority: int) -> Request:
     """A session whose text of eight tokens is evaluated, and which waits for its client."""
     request = Case(name, InteractiveParams(seed=1), [2 + priority] * 7 + [len(name)], None, limit=30).add(
