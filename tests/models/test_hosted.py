@@ -103,8 +103,9 @@ def test_logits_in_bfloat16(family: str, checkpoints: Checkpoints) -> None:
 
 
 def make_llm(path: Path, **changes: Any) -> LLM:
-    arguments = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 96, **changes}
-    return LLM(str(path), **arguments)
+    """A hosted one, whether the family is native or not."""
+    own = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 96, "model_impl": "transformers"}
+    return LLM(str(path), **own | changes)
 
 
 @pytest.mark.sampled(20)
@@ -115,7 +116,7 @@ def test_greedy_texts_through_the_engine(
     """Prompts in chunks of mixed steps, then the same from the prefix cache, then forked, then with drafts as trees."""
     monkeypatch.setenv("PAGEDEC_DEBUG", "1")
     checkpoint = checkpoints(family)
-    llm = make_llm(checkpoint.path, max_num_batched_tokens=16, model_impl="transformers")
+    llm = make_llm(checkpoint.path, max_num_batched_tokens=16)
     assert isinstance(llm.engine.executor.worker.lanes["target"].model, HostedModel)
     prompts = [list(prompt) for prompt in PROMPTS]
 

@@ -105,7 +105,7 @@ def test_longrope_beyond_its_first_context(tmp_path: Path) -> None:
     """Up to the original context its frequencies are fixed; beyond, they follow the longest row of a step."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    tiny_config("olmo2", architectures=["Olmo2ForCausalLM"], rope_parameters=rope).save_pretrained(tmp_path)
+    tiny_config("helium", architectures=["HeliumForCausalLM"], rope_parameters=rope).save_pretrained(tmp_path)
     arguments = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "num_blocks": 16}
     with pytest.raises(InvalidArgument, match="max_model_len is 256: must be at most 64 here"):
         LLM(str(tmp_path), **arguments)
