@@ -142,7 +142,8 @@ test-gpu: build cuda model
 amx: export PAGEDEC_ISA = amx
 amx: build model
 	@status=0; $(BIN)/python -m pytest -q -rs tests/kernels/test_amx_emulation.py || status=1; \
-	for part in gemm.py "gemm.py --dtype int8" "gemm.py --rows 1 16 32 64 512 --beside int8 int8_weight_only q4_k q6_k q8_0" \
+	for part in gemm.py "gemm.py --dtype int8" \
+	  "gemm.py --model 8b --rows 1 16 32 64 512 --beside int8 int8_weight_only q4_k q6_k q8_0" \
 	  attention.py "decode.py --no-int8 --rounds 15"; do \
 	  PYTHONPATH=. $(BIN)/python benchmarks/$$part || status=1; echo; done; exit $$status
 

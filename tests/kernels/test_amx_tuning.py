@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from pagedec.kernels.blocks import LAYOUTS
 from tests.kernels.calls import emulated_unit
 from tests.kernels.test_library import compiler
 
@@ -63,6 +64,16 @@ def test_goals_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = module("attention", monkeypatch)
     wanted = {case.name: round(case.goal * 30 / 2 * 1e3, 3) for case in attention.CASES if case.goal}
     assert wanted == {"prefill 256": 3.4, "prefill 1024": 30.0}
+
+
+def test_make_amx_asks_for_formats_that_its_models_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block lies within one row of a weight."""
+    gemm, parts = module("gemm", monkeypatch), re.findall(r"gemm\.py([^\"\n]*)", (ROOT / "Makefile").read_text("utf-8"))
+    asked = [(words[words.index("--model") + 1], word) for words in map(str.split, parts) for word in words
+             if word in LAYOUTS]  # fmt: skip
+    assert {name for _, name in asked} == {"q4_k", "q6_k", "q8_0"}
+    for model, name in asked:
+        assert not [k for _, k in gemm.MODELS[model] if k % LAYOUTS[name].values], f"{name} of {model}"
 
 
 def cells(line: str) -> list[str]:
