@@ -18,6 +18,8 @@ TARGETS = (
     "pagedec_amx",
     pytest.param("pagedec_amx_emulated", marks=pytest.mark.long),
     pytest.param("pagedec_beside_unit", marks=pytest.mark.long),
+    pytest.param("pagedec_amx_on_avx2", marks=pytest.mark.long),
+    pytest.param("pagedec_beside_unit_on_avx2", marks=pytest.mark.long),
 )
 
 
