@@ -57,3 +57,14 @@ def test_gelu_is_near_float64_over_the_whole_range(context: Context, n: int) -> 
     expected = reference.linear(near, torch.ones(n, 1), bias, epilogue=Epilogue.GELU)
     assert torch.allclose(shifted, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(linear(near, Epilogue.GELU, y_dtype=torch.bfloat16), linear(near, Epilogue.GELU).bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_every_nan_is_one_in_bf16(context: Context, rows: int) -> None:
+    """Rounding its bits as a number's would make a zero of one whose fraction is all ones, and infinity of another."""
+    bits = {3: 0x7FFFFFFF, 17: 0xFFFFFFFF, 31: 0x7F800001, 33: 0xFFC00001, 49: 0x7FFFFFFF}
+    bias = torch.zeros(50)
+    bias.view(torch.int32)[list(bits)] = torch.tensor(list(bits.values())).to(torch.int32)
+    x, weight = normal(rows, 64, seed=1, dtype=torch.bfloat16), normal(50, 64, seed=2, dtype=torch.bfloat16)
+    isnan = Linear.pack(context, weight, bias)(x, y_dtype=torch.bfloat16).isnan()
+    assert all(row.nonzero().flatten().tolist() == list(bits) for row in isnan)
