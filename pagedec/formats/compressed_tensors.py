@@ -4,7 +4,7 @@ A layer `NAME` has one of
 
     NAME.weight_packed  int32 [n, words], lowest bits first, 4 or 8 bits of q + 2^(bits - 1) a value, with
     NAME.weight_shape   int64 [2], n and k, and where zero points are
-    NAME.weight_zero_point  int32 [words, groups], packed along n
+    NAME.weight_zero_point  int32 [words, groups], packed along n, or int8 as scales are, as it was at first
     NAME.weight         int8, or a float of 8 bits, [n, k]
 
 and beside it `NAME.weight_scale` [n, groups], [n, 1] or one number, or of "fp8" `NAME.weight_scale_inv`, which is
@@ -30,20 +30,24 @@ BITS = {"int": (4, 8), "float": (8,)}
 SMALL = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED = "weight_packed"
 SCALES = ("weight_scale", "weight_scale_inv")
-PARTS = (*SCALES, "weight_zero_point", "weight_shape", "weight_g_idx")
-UNUSED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale")
+ZERO = "weight_zero_point"
+PARTS = (*SCALES, ZERO, "weight_shape", "weight_g_idx")
+UNUSED = tuple(f"{which}_{part}" for which in ("input", "output", "q", "k", "v") for part in ("scale", "zero_point"))
+UNUSED += ("kv_scale",)
 """What static activations and caches of others were scaled by: here they have scales of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedConfig:
     """What a quantization_config says. `bits`: the most that a value has; `has_blocks`: weights are integers that may
-    stay what they are; `rectangle`: rows and columns that share a scale, where these are not of one row."""
+    stay what they are; `rectangle`: rows and columns that share a scale, where these are not of one row; `has_zeros`:
+    all have zero points."""
 
     method: str
     bits: int
     has_blocks: bool
     rectangle: tuple[int, int] | None = None
+    has_zeros: bool = False
 
 
 def read_compressed(config: Mapping[str, Any]) -> CompressedConfig:
@@ -59,18 +63,24 @@ def read_compressed(config: Mapping[str, Any]) -> CompressedConfig:
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups", groups, "must be an object that says how weights are quantised")
-    kinds = [_weights(f"config_groups.{name}", group) for name, group in groups.items()]
-    rectangles = {rectangle for _, _, rectangle in kinds if rectangle is not None}
+    own = {name: group for name, group in groups.items() if not _is_of_inputs(group)} or groups
+    kinds = [_weights(f"config_groups.{name}", group) for name, group in own.items()]
+    rectangles = {rectangle for _, _, _, rectangle in kinds if rectangle is not None}
     if len(rectangles) > 1:
         raise _refused("config_groups", sorted(rectangles), "must have one block_structure")
-    has_blocks = any(has_blocks for has_blocks, _, _ in kinds)
-    return CompressedConfig(
-        "compressed-tensors", max(bits for _, bits, _ in kinds), has_blocks, next(iter(rectangles), None)
-    )
+    has_blocks, has_zeros = any(blocks for blocks, _, _, _ in kinds), all(zeros for _, zeros, _, _ in kinds)
+    bits, rectangle = max(bits for _, _, bits, _ in kinds), next(iter(rectangles), None)
+    return CompressedConfig("compressed-tensors", bits, has_blocks, rectangle, has_zeros)
 
 
-def _weights(field: str, group: object) -> tuple[bool, int, tuple[int, int] | None]:
-    """Of a group's weights whether they may stay what they are, how many bits they have, and their rectangle."""
+def _is_of_inputs(group: object) -> bool:
+    """Whether a group says nothing of weights, as those of attention and its cache."""
+    return isinstance(group, Mapping) and group.get("weights") is None
+
+
+def _weights(field: str, group: object) -> tuple[bool, bool, int, tuple[int, int] | None]:
+    """Of a group's weights whether they may stay what they are and have zero points, how many bits they have, and their
+    rectangle."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise _refused(f"{field}.weights", weights, "must be an object that says how weights are quantised")
@@ -85,8 +95,9 @@ def _weights(field: str, group: object) -> tuple[bool, int, tuple[int, int] | No
     if strategy is not None:
         _one_of(f"{field}.weights.strategy", strategy, STRATEGIES)
     shape = weights.get("block_structure")
-    has_blocks = kind == "int" and (bits == 4 or weights.get("symmetric", True) is True)
-    return has_blocks, bits, None if shape is None else _rectangle(f"{field}.weights.block_structure", shape)
+    has_zeros = kind == "int" and weights.get("symmetric", True) is False
+    has_blocks = kind == "int" and (bits == 4 or not has_zeros)
+    return has_blocks, has_zeros, bits, None if shape is None else _rectangle(f"{field}.weights.block_structure", shape)
 
 
 def read_fp8(config: Mapping[str, Any]) -> CompressedConfig:
@@ -133,7 +144,9 @@ class CompressedSource(ScaledSource):
         super().__init__(source, scaled, used.union(name for name in names if name.rpartition(".")[2] in UNUSED))
         self._packed = packed
         lacking = [_part(name, SCALES[0]) for name in scaled if self._scale(name) not in self.stored]
-        lacking += [name for name in (_part(name, "weight_shape") for name in packed) if name not in self.stored]
+        needed = [_part(name, "weight_shape") for name in packed]
+        needed += [_part(name, ZERO) for name in scaled if config.has_zeros]
+        lacking += [name for name in needed if name not in self.stored]
         if lacking:
             raise ModelFileError(source.path, f"lacks tensor {min(lacking)} of a quantised weight")
 
@@ -153,18 +166,16 @@ class CompressedSource(ScaledSource):
         if len(shape) != 2:
             raise ModelFileError(self.path, f"tensor {name} has {len(shape)} dimensions, not 2")
         n, k = shape
-        scale = self._two_sided(self.scale_name(name))
+        scale = _two_sided(self.source.load(self.scale_name(name)))
         if scale.numel() == 1:
             scale = scale.expand(n, 1)
-        if not scale.dtype.is_floating_point:
-            raise ModelFileError(self.path, f"tensor {self.scale_name(name)} is {scale.dtype}, not floating point")
         height, width = self._piece(name, n, k, tuple(scale.shape))
         scattered = self._scattered(name, k, width)
         if name not in self._packed:
             zero = self._zero(name, scale)
             return ScaledWeight(self.source.load(name), 8, scale, height, width, zero, scattered)
         q, bits = self._unpacked(name, n, k)
-        zeros = self._packed_zero(name, n, scale.shape[1], bits)
+        zeros = self._packed_zero(name, scale, bits)
         return ScaledWeight(q, bits, scale, height, width, zeros, scattered)
 
     def _unpacked(self, name: str, n: int, k: int) -> tuple[torch.Tensor, int]:
@@ -178,12 +189,18 @@ class CompressedSource(ScaledSource):
         own = self._config.bits if self._config.bits in bits else bits[0]
         return unpacked_rows(packed, own)[:, :k], own
 
-    def _packed_zero(self, name: str, n: int, groups: int, bits: int) -> torch.Tensor:
-        """[n, groups]; 2^(bits - 1) where there are none."""
-        stored = _part(name, "weight_zero_point")
+    def _packed_zero(self, name: str, scale: torch.Tensor, bits: int) -> torch.Tensor:
+        """Of each scale [n, groups]; 2^(bits - 1) where there are none."""
+        (n, groups), half = scale.shape, 2 ** (bits - 1)
+        stored = _part(name, ZERO)
         if stored not in self.stored:
-            return torch.full((1, 1), 2 ** (bits - 1), dtype=torch.uint8).expand(n, groups)
+            return torch.full((1, 1), half, dtype=torch.uint8).expand(n, groups)
         zero = self.source.load(stored)
+        if zero.dtype == torch.int8:
+            own = self._of_scales(stored, zero, scale) + half
+            if bool(((own < 0) | (own >= 2 * half)).any()):
+                raise ModelFileError(self.path, f"tensor {stored} must be from {-half} to {half - 1}, of {bits} bits")
+            return own.to(torch.uint8)
         expected = (math.ceil(n * bits / 32), groups)
         if zero.dtype != torch.int32 or tuple(zero.shape) != expected:
             told = f"tensor {stored} is {zero.dtype} {list(zero.shape)}"
@@ -191,19 +208,19 @@ class CompressedSource(ScaledSource):
         return unpacked_rows(zero.T, bits)[:, :n].T
 
     def _zero(self, name: str, scale: torch.Tensor) -> torch.Tensor | None:
-        stored = _part(name, "weight_zero_point")
-        if stored not in self.stored:
-            return None
-        zero = self._two_sided(stored)
+        stored = _part(name, ZERO)
+        return self._of_scales(stored, self.source.load(stored), scale) if stored in self.stored else None
+
+    def _of_scales(self, stored: str, zero: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Zero points that are not packed, fp32 with the shape of scales."""
+        zero = _two_sided(zero).float()
         if zero.numel() == 1:
             zero = zero.expand(len(scale), 1)
         if zero.shape != scale.shape:
             raise ModelFileError(self.path, f"tensor {stored} has shape {list(zero.shape)}, not {list(scale.shape)}")
-        return zero.float()
-
-    def _two_sided(self, stored: str) -> torch.Tensor:
-        tensor = self.source.load(stored)
-        return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor
+        if not bool(torch.isfinite(zero).all()):
+            raise ModelFileError(self.path, f"tensor {stored} has a zero point that is infinite or NaN")
+        return zero
 
     def _piece(self, name: str, n: int, k: int, shape: tuple[int, ...]) -> tuple[int, int]:
         """How many rows and columns share a scale."""
@@ -240,3 +257,7 @@ class CompressedSource(ScaledSource):
 
 def _part(name: str, part: str) -> str:
     return f"{name.removesuffix('.weight')}.{part}"
+
+
+def _two_sided(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor

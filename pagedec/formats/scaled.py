@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -133,11 +133,12 @@ class ScaledSource(ABC):
         return self._checked(name).blocks() if name in self.scaled else self.source.blocks(name)
 
     def _checked(self, name: str) -> ScaledWeight:
-        weight = self.scaled_weight(name)
+        weight, stored = self.scaled_weight(name), self.scale_name(name)
+        if not weight.scale.dtype.is_floating_point:
+            raise ModelFileError(self.path, f"tensor {stored} is {weight.scale.dtype}, not floating point")
         if not torch.isfinite(weight.scale.half()).all():
-            problem = f"tensor {self.scale_name(name)} has a scale that is infinite or NaN, as fp16 has it"
-            raise ModelFileError(self.path, problem)
-        return weight
+            raise ModelFileError(self.path, f"tensor {stored} has a scale that is infinite or NaN, as fp16 has it")
+        return replace(weight, scale=weight.scale.float())  # floats of 8 bits cannot be compared
 
     @abstractmethod
     def scale_name(self, name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.formats.compressed_tensors import CompressedConfig, CompressedSource
+from pagedec.formats.compressed_tensors import CompressedConfig, CompressedSource, read_compressed
 from pagedec.formats.quantised import read_quantised
 from pagedec.formats.safetensors import open_directory
 
@@ -63,11 +63,16 @@ class Weight:
 
 
 def opened(
-    path: Path, parts: dict[str, torch.Tensor], rectangle: tuple[int, int] | None = None, bits: int = 8
+    path: Path,
+    parts: dict[str, torch.Tensor],
+    rectangle: tuple[int, int] | None = None,
+    bits: int = 8,
+    has_zeros: bool = False,
 ) -> CompressedSource:
     tensors = {f"{STEM}.{part}": tensor for part, tensor in parts.items()} | {"model.norm.weight": torch.ones(8)}
     save_file(tensors, path / "model.safetensors")
-    return CompressedSource(open_directory(path), CompressedConfig("compressed-tensors", bits, True, rectangle))
+    config = CompressedConfig("compressed-tensors", bits, True, rectangle, has_zeros)
+    return CompressedSource(open_directory(path), config)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -99,13 +104,37 @@ def test_inputs_that_no_block_divides(tmp_path: Path, k: int, bits: int) -> None
     assert source.blocks(NAME) is None
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_zero_points_that_are_not_packed(tmp_path: Path, groups: int, bits: int) -> None:
+    """As the first releases wrote them, and all do of one zero point for a weight."""
+    weight = Weight(bits, groups, False)
+    if groups == 1:
+        weight.zero[:], weight.scale[:] = -3, weight.scale[0]
+    zero = torch.from_numpy(weight.zero.astype(np.int8))
+    parts = weight.packed() | {"weight_zero_point": zero[0] if groups == 1 else zero, "weight_scale": weight.scale}
+    source = opened(tmp_path, parts | ({"weight_scale": weight.scale[0]} if groups == 1 else {}))
+    assert torch.equal(source.load(NAME), weight.values)
+    blocks = source.blocks(NAME)
+    assert blocks is None if bits == 8 else blocks is not None and torch.equal(blocks.dequantize(), weight.values)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_8_bits(tmp_path: Path, bits: int) -> None:
+    weight = Weight(bits, 4, True, low=1.0)
+    weight.scale = weight.scale.to(FP8).float()
+    blocks = opened(tmp_path, weight.packed() | {"weight_scale": weight.scale.to(FP8)}).blocks(NAME)
+    assert blocks is not None and torch.equal(blocks.dequantize(), weight.values)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_bytes(tmp_path: Path, groups: int, symmetric: bool) -> None:
     """What "int-quantized" is: beside it lies what static inputs were scaled by, which nobody needs here."""
     weight = Weight(8, groups, symmetric)
     unused = {"input_scale": torch.ones(1), "input_zero_point": torch.zeros(1, dtype=torch.int8)}
-    source = opened(tmp_path, weight.bytes_of_it() | unused)
+    unused |= {name: torch.ones(1) for name in ("kv_scale", "k_scale", "v_zero_point")}
+    source = opened(tmp_path, weight.bytes_of_it() | unused, has_zeros=not symmetric)
     assert sorted(source.names()) == [NAME, "model.norm.weight"]
     assert torch.equal(source.load(NAME), weight.values)
     blocks = source.blocks(NAME)
@@ -192,6 +221,10 @@ FOUR, EIGHT = Weight(4, 4, False), Weight(8, 4, False)
         (FOUR, "weight_scale", torch.full((N, 4), torch.inf), "weight_scale has a scale that is infinite or NaN"),
         (FOUR, "weight_zero_point", torch.zeros(5, 4).int(), r"is torch.int32 \[5, 4\], not int32 \[6, 4\], as scales"),
         (FOUR, "weight_zero_point", torch.zeros(6, 4), r"is torch.float32 \[6, 4\], not int32 \[6, 4\], as scales"),
+        (FOUR, "weight_zero_point", None, f"lacks tensor {STEM}.weight_zero_point of a quantised weight"),
+        (FOUR, "weight_zero_point", torch.full((N, 4), 8, dtype=torch.int8), "zero_point must be from -8 to 7, of 4"),
+        (FOUR, "weight_zero_point", torch.ones(4, N, dtype=torch.int8), r"has shape \[4, 44\], not \[44, 4\]"),
+        (EIGHT, "weight_zero_point", torch.full((N, 4), torch.nan), "has a zero point that is infinite or NaN"),
         (FOUR, "weight_g_idx", torch.full((K,), 4), f"{STEM}.weight_g_idx is no group, 0 to 3, for each of 512 inputs"),
         (FOUR, "weight_g_idx", torch.zeros(K + 1), f"{STEM}.weight_g_idx is no group, 0 to 3, for each of 512 inputs"),
         (EIGHT, "weight_zero_point", torch.zeros(N, 2), r"weight_zero_point has shape \[44, 2\], not \[44, 4\]"),
@@ -211,7 +244,7 @@ def test_what_does_not_fit_is_named(
     parts = of.packed() if of is FOUR else of.bytes_of_it()
     parts = {name: tensor for name, tensor in {**parts, part: value}.items() if tensor is not None}
     with pytest.raises(ModelFileError, match=message):
-        opened(tmp_path, parts, None if of is FOUR else (16, 128)).load(NAME)
+        opened(tmp_path, parts, None if of is FOUR else (16, 128), has_zeros=True).load(NAME)
 
 
 def said(**changes: Any) -> dict[str, Any]:
@@ -222,6 +255,7 @@ def said(**changes: Any) -> dict[str, Any]:
 
 
 TWO = {"a": {"weights": WEIGHTS}, "b": {"weights": {"num_bits": 8, "type": "float"}, "format": "float-quantized"}}
+INPUTS = {"a": {"weights": WEIGHTS}, "b": {"targets": ["LlamaAttention"], "weights": None}}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
 
 
@@ -235,6 +269,7 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
         (said(weights=BLOCKS, format="float-quantized"), "compressed-tensors", 8, False),
         (said(config_groups=TWO, format="mixed-precision"), "compressed-tensors", 8, True),
         (said(sparsity_config={}, transform_config={}), "compressed-tensors", 4, True),
+        (said(config_groups=INPUTS), "compressed-tensors", 4, True),
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, "fp8", 8, False),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, False),
     ],
@@ -242,6 +277,14 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
 def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool) -> None:
     known = read_quantised(config)
     assert (known.method, known.bits, known.has_blocks) == (method, bits, has_blocks)
+
+
+def test_whether_all_weights_have_zero_points() -> None:
+    asymmetric = WEIGHTS | {"symmetric": False}
+    for weights, has_zeros in ((WEIGHTS, False), (asymmetric, True), (BLOCKS | {"symmetric": False}, False)):
+        assert read_compressed(said(weights=weights)).has_zeros == has_zeros
+    mixed = {"a": {"weights": WEIGHTS}, "b": {"weights": asymmetric}}
+    assert not read_compressed(said(config_groups=mixed)).has_zeros, "which layers are of which is for others to say"
 
 
 @pytest.mark.parametrize(
