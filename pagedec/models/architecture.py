@@ -11,6 +11,7 @@ from pagedec.models.mixture import Mixture
 from pagedec.models.rope_scaling import RopeScaling
 
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # a configuration may say any number, and each has three names
+MIN_SCALE = 1e-6
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 """Two functions with two names each: silu, and the tanh approximation of GELU."""
 OUTPUT = "lm_head.weight"
@@ -146,6 +147,9 @@ class Architecture:
             )
         for field in ("rms_norm_eps", "rope_theta", "embedding_scale", "residual_scale", "logit_scale"):
             positive_number(field, getattr(self, field))
+        if not MIN_SCALE <= self.residual_scale <= 1 / MIN_SCALE:
+            limit = f"must be from {MIN_SCALE} to {1 / MIN_SCALE:g}: the stream is kept over it, in fp32"
+            raise InvalidArgument("residual_scale", self.residual_scale, limit)
         for field in ("local_rope_theta", "query_scale"):
             if getattr(self, field) is not None:
                 positive_number(field, getattr(self, field))

@@ -156,6 +156,17 @@ def test_longrope_under_its_old_names() -> None:
         assert from_hf_config(config | {"rope_scaling": {"type": name, **rope}}) == new
 
 
+def test_gemma_as_the_hub_has_it() -> None:
+    """Its first files name the exact function, which is not what it was trained with."""
+    theirs = AutoConfig.for_model("gemma", hidden_act="gelu")
+    assert from_hf_config(config_of("gemma", hidden_act="gelu")).hidden_act == theirs.hidden_act == "gelu_pytorch_tanh"
+
+
+def test_smollm3_has_windows_where_its_layers_say_so() -> None:
+    types = {"sliding_window": 8, "layer_types": ["full_attention"] + ["sliding_attention"] * 5}
+    assert from_hf_config(config_of("smollm3", **types)).window(1, 64) == 8
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_act is 'gelu': must be one of silu"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
@@ -194,10 +205,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"max_window_layers is \[1\]: must be an integer of at least 0",
     ),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-    ("gemma", {"hidden_act": "gelu"}, "hidden_act is 'gelu': must be one of silu"),
+    ("gemma", {"hidden_act": "relu"}, "hidden_act is 'relu': must be one of silu"),
     ("granite", {"logits_scaling": 0}, "logits_scaling is 0: must be a finite number greater than 0"),
     ("granite", {"logits_scaling": 1e-320}, "logit_scale is inf: must be a finite number greater than 0"),
     ("granite", {"residual_multiplier": -0.2}, "residual_scale is -0.2: must be a finite number greater than 0"),
+    ("granite", {"residual_multiplier": 1e-200}, "residual_scale is 1e-200: must be from 1e-06 to 1e.06: the stream"),
     ("granite", {"attention_multiplier": "1"}, "query_scale is '1': must be a finite number greater than 0"),
     ("smollm3", {"no_rope_layers": [1, 1]}, r"no_rope_layers is \[1, 1\]: must be a list of 6 of 0 and 1"),
     ("smollm3", {"no_rope_layers": [1, 1, 2, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 2, .*: must be a list of 6"),

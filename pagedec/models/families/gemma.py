@@ -27,6 +27,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
     positive_int("hidden_size", required(values, "hidden_size"))
     bias, scale = values.get("attention_bias", False), values["hidden_size"] ** 0.5
     fields = base_fields(values)
+    if fields["hidden_act"] == "gelu":  # as published configurations say it, which mean the approximation
+        fields["hidden_act"] = "gelu_pytorch_tanh"
     return Architecture(
         "gemma", **fields, attention_bias=bias, output_bias=bias, norm_offset=1.0, embedding_scale=scale
     )

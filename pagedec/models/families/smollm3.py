@@ -37,12 +37,9 @@ def read(config: Mapping[str, Any]) -> Architecture:
     values = merged(config, DEFAULTS)
     count = required(values, "num_hidden_layers")
     layer_count("num_hidden_layers", count)
-    rotates, bias, mlp_bias = (
-        _rotates(values, count),
-        values.get("attention_bias", False),
-        values.get("mlp_bias", False),
-    )
-    window = values.get("sliding_window") if values.get("use_sliding_window") else None
+    rotates, bias = _rotates(values, count), values.get("attention_bias", False)
+    has_window = values.get("use_sliding_window") or "layer_types" in values  # as transformers makes its masks
+    window = values.get("sliding_window") if has_window else None
     types = ["full_attention" if each or window is None else "sliding_attention" for each in rotates]
     full = full_layers(values, types)
     return Architecture(
@@ -50,7 +47,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         **base_fields(values),
         attention_bias=bias,
         output_bias=bias,
-        mlp_bias=mlp_bias,
+        mlp_bias=values.get("mlp_bias", False),
         sliding_window=window if len(full) < count else None,
         full_attention_layers=full,
         unrotated_layers=tuple(i for i, each in enumerate(rotates) if not each),
