@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.gguf.metadata import GgufFields, of_all_layers
 from pagedec.formats.gguf.tensor_names import ROPE_FACTORS
 from pagedec.formats.values import positive_int
 from pagedec.kernels.experts import ExpertChoice
@@ -23,10 +23,10 @@ def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False, has_expert
     than a whole head may turn; in other families llama.cpp refuses such, too. `has_experts`: the family's files may
     have mixtures of them."""
     name, names, get = fields.name, fields.tensor_names, fields.get
-    hidden, heads, context = get("embedding_length"), get("attention.head_count"), get("context_length")
+    hidden, heads, context = get("embedding_length"), of_all_layers(get("attention.head_count")), get("context_length")
     given = (("embedding_length", hidden), ("attention.head_count", heads), ("context_length", context))
     for field, value in given:
-        positive_int(f"{name}.{field}", value)  # head counts a layer, as some architectures have, are a list
+        positive_int(f"{name}.{field}", value)  # head counts that differ by the layer, as some have, are a list
     if not has_experts and get("expert_count", 0):
         limit = "is not supported: no models of this architecture with mixtures of experts are known; must be 0"
         raise InvalidArgument(f"{name}.expert_count", get("expert_count"), limit)
@@ -41,10 +41,10 @@ def gguf_base_fields(fields: GgufFields, rotates_parts: bool = False, has_expert
     scaling = _rope_scaling(fields)
     return fields.token_ids() | {
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": of_all_layers(get("feed_forward_length")),
         "num_layers": fields.layers(),
         "num_attention_heads": heads,
-        "num_kv_heads": get("attention.head_count_kv", heads),
+        "num_kv_heads": of_all_layers(get("attention.head_count_kv", heads)),
         "head_dim": head_dim,
         "max_position_embeddings": context if scaling is None else scaling.context(context),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),

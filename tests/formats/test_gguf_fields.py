@@ -44,6 +44,16 @@ def test_a_factor_stretches_also_where_no_type_is_said(fields: dict[str, Any], f
     assert read("llama", fields, rope_factors=DIVISORS).rope_scaling == both
 
 
+def test_granite_4_as_it_is_published() -> None:
+    """A dense model of its hybrid kind repeats for each layer what all have; without positions llama.cpp's graph has
+    none either."""
+    lists = {"attention.head_count_kv": [2] * 6, "attention.head_count": [4] * 6, "feed_forward_length": [48] * 6}
+    assert read("granite", lists) == read("granite", {"rope.scaling.finetuned": True})
+    assert read("granite", {"rope.scaling.finetuned": False}).unrotated_layers == tuple(range(6))
+    with pytest.raises(InvalidArgument, match=r"num_kv_heads is \[0, 2, 2, 2, 2, 2\]: must be an integer"):
+        read("granite", {"attention.head_count_kv": [0, 2, 2, 2, 2, 2]})
+
+
 @pytest.mark.parametrize(("name", "fields", "problem"), [
     ("llama", {"rope.scaling.attn_factor": 1.2}, "llama.rope.scaling.attn_factor is 1.2: must be 1 with"),
     ("llama", {"rope.scaling.factor": -1.0}, "llama.rope.scaling.factor is -1.0: must be a finite number"),

@@ -182,7 +182,8 @@ def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) ->
     if config["num_nextn_predict_layers"]:
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads, each = config["num_key_value_heads"], config["model_type"] == "granite"  # as Granite 4's dense files do
+    writer.add_head_count_kv([kv_heads] * config["num_hidden_layers"] if each else kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])

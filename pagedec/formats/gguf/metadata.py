@@ -76,6 +76,11 @@ class GgufFields:
         }
 
 
+def of_all_layers(value: Any) -> Any:
+    """Return what a field says of all layers, where it does: Granite 4's dense files repeat it for each."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+
+
 def _read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
     """Return the tensors of a file that belong to its configuration: the divisors of rotary frequencies, by name."""
     found = {}

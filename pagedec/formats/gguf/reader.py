@@ -12,6 +12,7 @@ import torch
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf.dequantize import PLAIN, dequantize
 from pagedec.formats.gguf.header import GgufHeader, GgufTensor
+from pagedec.formats.gguf.metadata import of_all_layers
 from pagedec.formats.gguf.parts import read_gguf_model
 from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, SHARED_GATE, is_behind, layout_of
 from pagedec.formats.mapping import MappedFile
@@ -151,7 +152,7 @@ class GgufSource:
         """Return the number of heads of "q", "k" or "v" as the file has it."""
         fields, architecture = self.header.fields, self._architecture
         num_q = fields.get(f"{architecture}.attention.head_count")
-        return num_q if kind == "q" else fields.get(f"{architecture}.attention.head_count_kv", num_q)
+        return of_all_layers(num_q if kind == "q" else fields.get(f"{architecture}.attention.head_count_kv", num_q))
 
     def _num_heads(self, tensor: GgufTensor, kind: str) -> int:
         num_heads = self._head_count(kind)

@@ -37,11 +37,13 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    """llama.cpp divides logits by logit_scale, and takes 0 for a multiplier that is not given."""
+    """llama.cpp divides logits by logit_scale, takes 0 for a multiplier that is not given, and has in `finetuned`
+    whether there are positions."""
 
     def multiplier(field: str) -> float:
         return fields.number(field) if fields.get(field, 0.0) else 1.0
 
+    count = 0 if fields.get("rope.scaling.finetuned", True) else fields.layers()
     query_scale = fields.number("attention.scale") if fields.get("attention.scale", 0.0) else None
     return Architecture(
         "granite",
@@ -50,6 +52,7 @@ def read_gguf(fields: GgufFields) -> Architecture:
         query_scale=query_scale,
         residual_scale=multiplier("residual_scale"),
         logit_scale=1 / multiplier("logit_scale"),
+        unrotated_layers=tuple(range(count)),
     )
 
 
