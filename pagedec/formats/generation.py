@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.fields import Flag, Integer, Number, Rule
@@ -77,13 +76,19 @@ def read_gguf_recommended(path: Path) -> dict[str, Any]:
     for name, own in GGUF_FIELDS.items():
         value, (field, rule) = fields.get(name), _FIELDS[own]
         if isinstance(value, float):
-            value = float(str(np.float32(value)))  # 0.6, of which the file has the nearest fp32 number
+            value = _as_said(value)
         if value is not None:
             try:
                 values[field] = rule.check(name, value)
             except InvalidArgument as error:
                 raise ModelFileError(path, str(error)) from error
     return values
+
+
+def _as_said(value: float) -> float:
+    """The shortest number, such as 0.6, whose nearest in fp32 this is; itself where it is none of fp32."""
+    shorter = (float(f"{value:.{digits}g}") for digits in range(1, 10))  # nine tell any two of fp32 apart
+    return next((number for number in shorter if ctypes.c_float(number).value == value), value)
 
 
 def read_end_ids(directory: Path) -> list[int]:

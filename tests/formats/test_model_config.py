@@ -324,7 +324,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"general.architecture": "mamba"}, "general.architecture is 'mamba': .*supported are llama, qwen2"),
     ({"general.architecture": None}, "general.architecture is None"),
     ({"llama.block_count": None}, "llama.block_count is None: must be given"),
-    ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count is \[4, 4\]"),
+    ({"llama.attention.head_count": [4, 2]}, r"llama.attention.head_count is \[4, 2\]"),
     ({"llama.attention.head_count_kv": [4, 2]}, r"num_kv_heads is \[4, 2\]"),
     ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
     ({"llama.attention.value_length": 4}, "value_length is 4: must equal the key length, which is 8"),
