@@ -151,7 +151,7 @@ VARIANTS = (
             num_experts=6, num_experts_per_tok=3),
     variant("olmoe-norm-biases", "olmoe", hidden_size=128, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
             attention_bias=True, intermediate_size=37, max_shard_size="60KB"),
-    variant("minimax", "minimax_m2", num_local_experts=6, num_experts_per_tok=3, num_attention_heads=4,
+    variant("minimax", "minimax_m2", num_local_experts=4, num_experts_per_tok=3, num_attention_heads=4,
             num_key_value_heads=2, rope_parameters=HALF_ROPE),
     variant("gemma2", "gemma2", sliding_window=10, max_shard_size="60KB"),
     variant("gemma2-untied-no-caps", "gemma2", sliding_window=512, tie_word_embeddings=False,
