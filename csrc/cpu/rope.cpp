@@ -10,15 +10,18 @@ namespace {
 
 constexpr int kMaxHeadDim = 1024;
 
-// Of a head x, and of the `count` values that a norm is over.
+// What a norm over `count` values multiplies them with.
 template <class E>
-void norm_head(float *x, const float *weight, int64_t dim, const E *normed, int64_t count, float eps) {
+float norm_scale(const E *x, int64_t count, float eps) {
   F16 sum = set16(0.0f);
   for (int64_t i = 0; i < count; i += 16) {
-    const F16 v = load_some(normed + i, count - i);
+    const F16 v = load_some(x + i, count - i);
     sum = sum + v * v;
   }
-  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)count + eps));
+  return 1.0f / std::sqrt(sum_lanes(sum) / (float)count + eps);
+}
+void norm_head(float *x, const float *weight, int64_t dim, float by) {
+  const F16 scale = set16(by);
   for (int64_t i = 0; i < dim; i += 16)
     store_some(x + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
 }
@@ -80,24 +83,29 @@ template <class E>
 struct Heads {
   const pd_rope_kv_write_args &a;
   CacheShape shape;
+  // Of a norm over all heads: those that a thread has come to, q's or k's of a row, and their scale.
+  const E *first = nullptr;
+  float scale = 0.0f;
 
   void load(const E *in, float *x) const {
     const int64_t dim = a.head_dim;
     for (int64_t i = 0; i < dim; i += 16) store_some(x + i, load_some(in + i, dim - i), dim - i);
   }
   // A q or k head in fp32, normed and rotated; `at` of `count`.
-  void prepare(const E *in, const float *norm, int64_t at, int64_t count, int64_t row, float *x) const {
+  void prepare(const E *in, const float *norm, int64_t at, int64_t count, int64_t row, float *x) {
     const int64_t dim = a.head_dim;
     load(in, x);
-    if (norm && a.norms_all_heads)
-      norm_head(x, norm + at * dim, dim, in - at * dim, count * dim, a.norm_eps);
-    else if (norm)
-      norm_head(x, norm, dim, in, dim, a.norm_eps);
+    if (norm && a.norms_all_heads) {
+      if (first != in - at * dim) first = in - at * dim, scale = norm_scale(first, count * dim, a.norm_eps);
+      norm_head(x, norm + at * dim, dim, scale);
+    } else if (norm) {
+      norm_head(x, norm, dim, norm_scale(in, dim, a.norm_eps));
+    }
     if (!a.cos_sin) return;
     const float *table = a.cos_sin + a.positions[row] * (int64_t)a.rotary_dim;
     a.interleaved ? rotate_pairs(x, table, a.rotary_dim / 2) : rotate_halves(x, table, a.rotary_dim / 2);
   }
-  void run(int64_t row, int64_t head) const {
+  void run(int64_t row, int64_t head) {
     const int64_t dim = a.head_dim, slot = a.slots[row];
     const E *in = (const E *)a.qkv + (row * (a.q_heads + 2 * a.kv_heads) + head) * dim;
     alignas(64) float x[kMaxHeadDim];
@@ -125,7 +133,7 @@ struct Heads {
 
 template <class E>
 void write_rows(const pd_rope_kv_write_args &a, int thread, int num_threads) {
-  const Heads<E> heads{a, {a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind}};
+  Heads<E> heads{a, {a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind}};
   const int64_t num_heads = a.q_heads + 2 * a.kv_heads;
   const Range units = share(*a.num_rows * num_heads, thread, num_threads);
   for (int64_t u = units.begin; u < units.end; u++) heads.run(u / num_heads, u % num_heads);

@@ -133,21 +133,31 @@ def test_a_norm_of_all_heads_of_one_is_its_own(context: Context) -> None:
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_and_rows_do_not_change_a_row(context: Context, dtype: torch.dtype, num_threads: int) -> None:
-    shape, cos_sin = RopeShape(3, 1, 32), table(64, 32)
+@pytest.mark.parametrize("normed", [0, 1, 3])
+def test_threads_and_rows_do_not_change_a_row(
+    context: Context, dtype: torch.dtype, num_threads: int, normed: int
+) -> None:
+    """With a norm of each head, of all, and without one. Threads share heads, so a row may be several threads'; what is
+    NaN stays in its row."""
+    shape, cos_sin = RopeShape(3, 1, 32, norm_eps=1e-6), table(64, 32)
+    norm = calls.normal(32 * normed, seed=2)
+    norms = {"q_norm": norm, "k_norm": norm[:32]} if normed else {}
     qkv, slots = calls.normal(21, 5 * 32, seed=1, dtype=dtype), calls.ints(range(21))
+    qkv[3], qkv[11] = torch.nan, torch.inf
     results = []
     for rows in (slice(0, 21), slice(4, 11)):
         k_cache, v_cache = (c[0] for c in calls.caches(dtype, 1, 2, 1, 32, 16))
         threaded = calls.threads(context, num_threads if rows.start else 1)
         q = calls.rope_kv_write(
-            threaded, qkv[rows].contiguous(), k_cache, v_cache, slots[rows], slots[rows], shape, cos_sin=cos_sin
-        )
+            threaded, qkv[rows].contiguous(), k_cache, v_cache, slots[rows], slots[rows], shape,
+            cos_sin=cos_sin, **norms,
+        )  # fmt: skip
+        assert q[11 if not rows.start else -1].isfinite().all() == bool(rows.start)
         k, v = (
             read_slots(cache, slots[4:11], 32, 16, keys=keys) for cache, keys in ((k_cache, True), (v_cache, False))
         )
         results.append((q[4:11] if not rows.start else q, k, v))
-    assert all(calls.same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert all(calls.same_bits(a, b) and a.isfinite().all() for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)

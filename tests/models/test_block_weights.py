@@ -22,6 +22,7 @@ from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.models import packing
 from pagedec.runtime.loading import choose_backend, load_model, weight_form
+from tests.engine.neighbours import assert_neighbours_change_nothing
 from tests.models.checkpoints import Checkpoint, make_checkpoint, variant
 from tests.models.gguf_files import write_model
 from tests.support import all_logits
@@ -153,7 +154,7 @@ def is_quantised(name: str, weight: torch.Tensor) -> bool:
 
 
 def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
-    """The checkpoint with its layers as the method keeps them, in groups of 32."""
+    """The checkpoint with its layers as the method keeps them, in groups of 32, of fp8 in rectangles of 32 x 16."""
     target.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(source / "model.safetensors").items():
@@ -161,9 +162,11 @@ def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
             tensors[name] = weight
             continue
         tensors |= {f"{name.removesuffix('.weight')}.{part}": x for part, x in parts_of(method, weight).items()}
-    save_file(tensors, target / "model.safetensors")
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    own = {"quant_method": method, "bits": 4, "group_size": 32}
+    own: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": 32}
+    if method == "fp8":
+        own = {"quant_method": method, "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
     if method == "compressed-tensors":
         weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
         own = {"quant_method": method, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
@@ -172,6 +175,12 @@ def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
 
 def parts_of(method: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors that a method keeps a weight in."""
+    if method == "fp8":
+        n, k = weight.shape
+        pieces = weight.reshape(n // 32, 32, k // 16, 16)
+        scale = pieces.abs().amax((1, 3)) / 448  # the largest that e4m3 has
+        values = (pieces / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
+        return {"weight": values, "weight_scale_inv": scale}
     q, zero, scale = in_groups(weight)
     order = list(range(8)) if method != "awq" else [0, 2, 4, 6, 1, 3, 5, 7]
     if method == "compressed-tensors":
@@ -210,28 +219,16 @@ def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_pat
         assert f"{method} weights" in str(llm) or llm.engine.executor.geometry.quantization == method
 
 
-def in_floats_of_8_bits(source: Path, target: Path) -> None:
-    """The checkpoint with a layer's weights in e4m3, a scale for each 32 x 16 of them."""
-    target.mkdir()
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(source / "model.safetensors").items():
-        if not is_quantised(name, weight):
-            tensors[name] = weight
-            continue
-        n, k = weight.shape
-        pieces = weight.reshape(n // 32, 32, k // 16, 16)
-        scale = pieces.abs().amax((1, 3)) / 448  # the largest that e4m3 has
-        tensors[name] = (pieces / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    own = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
+def test_neighbours_change_nothing(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Those that fail, flood the pool and leave; some give their blocks up."""
+    quantised_checkpoint(checkpoints("llama").path, tmp_path / "small", method)
+    assert_neighbours_change_nothing(tmp_path / "small", checkpoints("llama").tokens)
 
 
 def test_floats_of_8_bits_become_what_transformers_makes_of_them(checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama")
-    in_floats_of_8_bits(checkpoint.path, tmp_path / "fp8")
+    quantised_checkpoint(checkpoint.path, tmp_path / "fp8", "fp8")
     asked = FineGrainedFP8Config(weight_block_size=(32, 16), dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32, quantization_config=asked)
     with torch.no_grad():

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pagedec.engine.engine import Engine
 from pagedec.kernels.library import available_isas
 from pagedec.runtime.loading import LoadedModel, choose_backend, load_model
 from tests.algorithms.random_tree import RandomTreeParams
+from tests.engine.neighbours import assert_neighbours_change_nothing
 from tests.equivalence.harness import Case, Outcome, run, traced
 from tests.models.checkpoints import GRANITE, VOCAB, make_checkpoint, variant
 
@@ -133,3 +135,18 @@ def test_drafted_trees_change_nothing(make: Make) -> None:
     speculated = run(make(), drafted)
     assert speculated.num_accepted > 0
     assert_same(plain, run(make(), plain), drafted, speculated)
+
+
+BESIDE = {
+    "norms over all heads": variant("olmo3", "olmo3", hidden_size=128, sliding_window=11, layer_types=[
+        "full_attention", "sliding_attention"]),
+    "a scaled stream": variant("granite", "granite", **GRANITE, num_attention_heads=4, num_key_value_heads=2),
+    "layers without positions": variant("exaone4", "exaone4", sliding_window=13, num_hidden_layers=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_neighbours_change_nothing(what: str, tmp_path: Path) -> None:
+    """Those that fail, flood the pool and leave; some give their blocks up."""
+    checkpoint = make_checkpoint(BESIDE[what], tmp_path)
+    assert_neighbours_change_nothing(checkpoint.path, checkpoint.tokens, dtype="float32")
