@@ -56,7 +56,7 @@ extern "C" void store_masked(const void *from, void *p, uint64_t k) {
   _mm512_mask_storeu_ps(p, (__mmask16)k, _mm512_loadu_ps(from));
 }
 extern "C" void load_aligned(const char *p) { put(aligned, _mm512_load_si512(p)); }
-extern "C" void stream(char *p) { _mm512_stream_ps(p, _mm512_loadu_ps(aligned)); }
+extern "C" void stream(char *p) { _mm512_stream_ps((float *)p, _mm512_loadu_ps(aligned)); }
 }
 """
 AVX2 = ["-mavx2", "-mfma", "-mbmi", "-mbmi2", "-mlzcnt", "-mf16c", "-DPD_EMULATE_VECTORS"]
@@ -170,12 +170,21 @@ def test_the_others_round_as_the_thread_does(emulated: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("mode", [0, DOWN, FLUSHED])
 def test_the_processors_own_give_the_same_bits(emulated: ctypes.CDLL, real: ctypes.CDLL, mode: int) -> None:
-    given = inputs()
+    everything = inputs()
     for name, case in CASES.items():
+        given = finite_exponents(everything) if name == "scalef_ps" and mode == DOWN else everything
         with np.errstate(all="ignore"):
             kind = case.model(*given)
         want = called(real, name, given, OWN_MODE | mode)[:, : kind.shape[1] * kind.itemsize]
         assert_same(name, called(emulated, name, given, OWN_MODE | mode), of(want, kind.dtype), given)
+
+
+def finite_exponents(given: list[Array]) -> list[Array]:
+    """Of 2^infinity Intel's manual says that it is infinite; rounded down, AMD's Zen 4 gives the largest number. No
+    kernel rounds down."""
+    x, y, *others = given
+    exponents = of(y, np.float32)
+    return [x, np.where(np.isinf(exponents), np.float32(127), exponents).view(np.uint8), *others]
 
 
 def test_all_that_kernels_use_are_compared() -> None:

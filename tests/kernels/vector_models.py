@@ -296,7 +296,7 @@ CASES = {
     "maskz_loadu_ps": Case("_mm512_maskz_loadu_ps(k, pb)",
                            lambda a, b, c, k: selected(k, of(b, U32), np.zeros((1, 16), U32))),
     "load_si512": Case("_mm512_load_si512(memcpy(aligned, pa, 64))", same),
-    "stream_ps": Case("(_mm512_stream_ps(aligned, x), _mm_sfence(), _mm512_loadu_ps(aligned))", same),
+    "stream_ps": Case("(_mm512_stream_ps((float *)aligned, x), _mm_sfence(), _mm512_loadu_ps(aligned))", same),
     "mask_storeu_ps": Case("(memcpy(aligned, pb, 64), _mm512_mask_storeu_ps(aligned, k, x), _mm512_loadu_ps(aligned))",
                            lambda a, b, c, k: selected(k, of(a, U32), of(b, U32))),
     "mask_storeu_epi16": Case(
