@@ -6,20 +6,16 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-from jinja2.ext import Extension
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.fields import check_encodable
 from pagedec.inputs import is_listed
-from pagedec.text.bounded_template import BoundedEnvironment
-from pagedec.text.budget import MAX_CHARACTERS, MAX_STEPS, Budget, Exhausted, spending
+from pagedec.text.budget import MAX_CHARACTERS, Budget, Exhausted, spending
+from pagedec.text.compiled_template import Refusal, compiled
+from pagedec.text.template_probe import call_form, reads_parts
 from pagedec.text.unused import warn_of_unused
 
 if TYPE_CHECKING:
@@ -33,104 +29,10 @@ OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind the message that is to be continued, so that what the template writes behind it can be cut off. It ends
 with a space to show whether the template strips what it writes."""
-MAX_TEMPLATE = 1 << 16
-"""Characters of a template; those in use have up to some ten thousand."""
-MAX_TIME_FORMAT = 1 << 10
 MAX_DEPTH = 100
 """Levels of lists and tables in a message, a tool or a template's variable."""
 MEDIA = ("image", "audio", "video", "file")
 """What the kind of a part is called after that is no text, as in "image_url" and "input_audio"."""
-MARK = "0f5c1a"
-PARTS_PROBE = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
-
-
-class _Refusal(jinja2.TemplateError):
-    """What a template says with raise_exception."""
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it changes nothing."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """A template's `namespace()` that keeps no name with an underscore in front, where Python keeps its own."""
-
-    def __init__(*args: Any, **values: Any) -> None:
-        self, values = args[0], dict(*args[1:], **values)
-        for name in values:
-            _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name: object) -> None:
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-
-
-def _refuse(message: object) -> None:
-    raise _Refusal(str(message))
-
-
-def _as_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _now(form: str) -> str:
-    if len(form) > MAX_TIME_FORMAT:
-        raise Exhausted(f"must not write the time by a format of more than {MAX_TIME_FORMAT} characters")
-    return datetime.now().strftime(form)
-
-
-def _new_dict(*args: Any, **values: Any) -> dict[Any, Any]:
-    return dict(*args, **values)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(text: str) -> jinja2.Template:
-    if len(text) > MAX_TEMPLATE:
-        raise InvalidArgument("chat_template", Shown(f"{len(text)} characters"), f"must be at most {MAX_TEMPLATE}")
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.add_filter("tojson", _as_json)
-    environment.globals |= {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
-        "dict": _new_dict,
-        "namespace": _Namespace,
-    }
-    try:
-        with spending(Budget()):
-            return environment.from_string(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise InvalidArgument("chat_template", text, f"is no template: line {error.lineno}: {error.message}") from None
-    except (RecursionError, SyntaxError, MemoryError, OverflowError) as error:  # of Python's compiler, behind jinja's
-        raise InvalidArgument("chat_template", text, f"is no template: {type(error).__name__}: {error}") from None
-
-
-@functools.lru_cache(maxsize=64)
-def _reads_parts(text: str) -> bool:
-    """Whether a template walks through the parts of a message's content, rather than taking it for text."""
-    try:
-        with spending(Budget(MAX_STEPS // 10)):
-            shown = _compiled(text).render(
-                messages=PARTS_PROBE, tools=None, documents=None, add_generation_prompt=False
-            )
-    except Exception:  # a template for texts, one that wants more than one message, or one that needs special tokens
-        return False
-    return MARK in shown and "'text'" not in shown and '"text"' not in shown
 
 
 def _plain(value: Any, field: str, depth: int = 0) -> Any:
@@ -161,25 +63,34 @@ def _parts(field: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _tool_calls(field: str, calls: Any) -> list[Any]:
-    """Calls with their arguments as an object, which templates expect, also where they came as JSON text."""
+    """Calls whose arguments are JSON, as text or as values, as they came; where there are none, an object without
+    any."""
     if not isinstance(calls, (list, tuple)):
         raise InvalidArgument(f"{field}.tool_calls", calls, "must be a list")
     plain = _plain(calls, f"{field}.tool_calls")
     for j, call in enumerate(plain):
         function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            name, text = f"{field}.tool_calls[{j}].function.arguments", function["arguments"]
-            try:
-                function["arguments"] = _plain(json.loads(text or "{}"), name)
-            except json.JSONDecodeError as error:
-                raise InvalidArgument(name, text, f"must be JSON: {error.msg}") from None
-            except RecursionError:
-                raise InvalidArgument(name, text, f"must be nested at most {MAX_DEPTH} levels deep") from None
-            except InvalidArgument:
-                raise
-            except ValueError as error:  # a number of thousands of digits
-                raise InvalidArgument(name, text, f"must be JSON: {error}") from None
+        if not isinstance(function, dict) or "arguments" not in function:
+            continue
+        if function["arguments"] in (None, ""):
+            function["arguments"] = {}
+        elif isinstance(function["arguments"], str):
+            _check_json(f"{field}.tool_calls[{j}].function.arguments", function["arguments"])
     return list(plain)
+
+
+def _check_json(name: str, text: str) -> None:
+    check_encodable(name, text)
+    try:
+        _plain(json.loads(text), name)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(name, text, f"must be JSON: {error.msg}") from None
+    except RecursionError:
+        raise InvalidArgument(name, text, f"must be nested at most {MAX_DEPTH} levels deep") from None
+    except InvalidArgument:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise InvalidArgument(name, text, f"must be JSON: {error}") from None
 
 
 def check_messages(messages: object, field: str = "messages") -> list[dict[str, Any]]:
@@ -206,6 +117,8 @@ def check_messages(messages: object, field: str = "messages") -> list[dict[str, 
             check_encodable(f"{name}.content", content)
         if message.get("tool_calls") is not None:
             own["tool_calls"] = _tool_calls(name, message["tool_calls"])
+            if not own["tool_calls"]:  # as servers say that nothing is called; templates that look for the key fail
+                del own["tool_calls"]
         checked.append(own)
     if not checked:
         raise InvalidArgument(field, [], "must have at least one message")
@@ -216,6 +129,20 @@ def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its thoughts under the names that templates read."""
     thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _in_form(messages: list[dict[str, Any]], text: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The messages as this template expects them."""
+    names = tuple(tokenizer.special_tokens.items())
+    messages = [_with_thoughts(message) for message in messages]
+    if any(isinstance(message.get("content"), list) for message in messages) and not reads_parts(text, names):
+        for message in messages:
+            if isinstance(message.get("content"), list):
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    form = call_form(text, names)
+    return [form.put(message) if message.get("tool_calls") else message for message in messages]
 
 
 def _check_variables(template_kwargs: Mapping[str, Any] | None) -> None:
@@ -286,7 +213,7 @@ def _failure(template: jinja2.Template, messages: list[dict[str, Any]], variable
         _render(template, messages, variables)
     except Exhausted:
         raise
-    except _Refusal as refusal:
+    except Refusal as refusal:
         return f"the chat template refuses it: {refusal}"
     except Exception as error:  # the template's own code failed, in any of Python's ways
         return f"the chat template fails with it: {type(error).__name__}: {error}"
@@ -345,7 +272,8 @@ def render_chat(
     so that the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools`
     are JSON schemas, or functions with types and a docstring. `template_kwargs` are further variables of the template.
     A message's content is text or a list of text parts; where a template knows no parts they are joined by line ends.
-    What is None in a message is not there for it. Tools and documents of which the template shows nothing give an
+    What is None in a message is not there for it. The `arguments` of a call are JSON, as text or as an object, and
+    become what the template expects (see `CallForm`). Tools and documents of which the template shows nothing give an
     `UnusedWarning`, once in a process.
 
     The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now,
@@ -365,11 +293,7 @@ def render_chat(
         raise InvalidArgument("continue_final_message", True, limit)
     _check_variables(template_kwargs)
     own, text = check_messages(messages), choose_template(tokenizer, chat_template, tools is not None)
-    own, template = [_with_thoughts(message) for message in own], _compiled(text)
-    if not _reads_parts(text):
-        for message in own:
-            if isinstance(message.get("content"), list):
-                message["content"] = "\n".join(part["text"] for part in message["content"])
+    own, template = _in_form(own, text, tokenizer), compiled(text)
     variables = {
         **tokenizer.special_tokens, **_plain(template_kwargs or {}, "chat_template_kwargs"), "tools": _schemas(tools),
         "documents": _plain(documents, "documents"), "add_generation_prompt": add_generation_prompt,

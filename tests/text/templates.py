@@ -141,3 +141,60 @@ HARMONY = """{% for message in messages %}{{- '<|start|>' + message.role }}
 {%- endif %}{{ '<|message|>' + message.content + '<|end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 """As gpt-oss': an answer has parts, of which the thoughts are no history."""
+
+CALLS_AS_TEXT = """{{ bos_token + 'Tools.' }}{% for message in messages %}
+{%- if message['role'] == 'assistant' and message['tool_calls'] is defined %}
+    {%- for call in message['tool_calls'] %}
+        {%- if loop.first and message['content'] is not none %}{{ message['content'] + '|' }}{% endif %}
+        {{- '<call>' + call['function']['name'] + '<sep>' + call['function']['arguments'] + '</call>' }}
+    {%- endfor %}{{ eos_token }}
+{%- else %}{{ '<' + message['role'] + '>' + message['content'] }}{% endif %}{% endfor %}"""
+"""As DeepSeek-V3.1's and functionary's: a message without content has it none, and arguments are put between texts."""
+
+CALLS_AS_TEXT_WITH_CONTENT = """{% for message in messages %}
+{%- if message.content is not string %}{{ raise_exception('Invalid message') }}{% endif %}
+{{- '<' + message.role + '>' + message.content }}
+{%- for call in message.tool_calls or [] %}
+    {%- if call.type != 'function' %}{{ raise_exception('Invalid type') }}{% endif %}
+    {{- '[{"' + call.function.name + '": ' + call.function.arguments + '}]' }}
+{%- endfor %}{% endfor %}"""
+"""As Apertus': a message has a content, even if that is empty."""
+
+CALLS_WRITTEN_OUT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}{"name": "{{ call.function.name }}", "arguments": {{
+call.function.arguments }}}{% endfor %}{% endfor %}"""
+"""Takes anything, and writes what Python makes of it."""
+
+CALLS_OF_BOTH = """{% for message in messages %}{{ '<' + message.role + '>' }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{% set call = call.function %}{{ call.name }}
+    {%- if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments | tojson }}{% endif %}
+{%- endfor %}{% endfor %}"""
+"""As Qwen3's: text stays as it is."""
+
+CALLS_BY_ITEM = """{% for message in messages %}{{ '<' + message.role + '>' }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}(
+{%- if call.function.arguments is mapping %}{% for name, value in call.function.arguments.items() %}
+    {{- name }}={{ value | tojson }}{% endfor %}{% else %}{{ '{' + call.function.arguments + '}' }}{% endif %})
+{%- endfor %}{% endfor %}"""
+"""As Gemma 4's: what it makes of text no model has seen."""
+
+HARMONY_CALLS = """{% set last = namespace(name=none) %}{% for message in messages %}
+{%- if message.role == 'assistant' %}
+    {%- if '<|channel|>' in (message.content or '') %}{{ raise_exception('thoughts are passed as such') }}{% endif %}
+    {%- if 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}{% set last.name = call.name %}
+        {%- if message.content and message.thinking %}{{ raise_exception('one or the other') }}{% endif %}
+        {%- if message.content or message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- (message.content or message.thinking) + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+    {%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- elif message.role == 'tool' %}
+    {%- if last.name is none %}{{ raise_exception('nothing was called') }}{% endif %}
+    {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+    {{- message.content | tojson + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+"""As gpt-oss' that calls tools: one a message, by the thoughts or by what is said before, not both."""
