@@ -368,12 +368,12 @@ def test_on_a_terminal_mistakes_and_ctrl_c_end_nothing(
     show: Any = Chat._show
     answers = []
 
-    def interrupted(chat: Chat, stream: Any) -> None:
+    def interrupted(chat: Chat, stream: Any, parts: Any) -> None:
         answers.append(1)
         if len(answers) == 2:
             chat.last = next(stream)
             raise KeyboardInterrupt
-        show(chat, stream)
+        show(chat, stream, parts)
 
     monkeypatch.setattr(Chat, "_show", interrupted)
     Terminal(monkeypatch, "one", "/what", "x" * 600, KeyboardInterrupt(), "two", "  ", "three")

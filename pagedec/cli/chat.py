@@ -1,9 +1,9 @@
 """Talk with a model. The answer is shown as it comes, and the conversation stays in the KV cache between turns.
 
 On a terminal, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves, and /help lists the commands; a text of
-several lines that is pasted is one turn. Where standard input is no terminal it is a script: one turn of the user a
-line. Only answers go to standard output; what else there is to say, such as why an answer was cut, goes to standard
-error.
+several lines that is pasted is one turn. Where a model's thoughts are told from its answers, as gpt-oss', they are
+dim. Where standard input is no terminal it is a script: one turn of the user a line. Only answers go to standard
+output, without such thoughts; what else there is to say, such as why an answer was cut, goes to standard error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from pagedec import environment
 from pagedec.cli.arguments import (
     add_beam_arguments,
     add_engine_arguments,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pagedec.llm import LLM
     from pagedec.outputs import CompletionOutput, RequestOutput
     from pagedec.text.conversation import Conversation
+    from pagedec.text.harmony import AnswerStream
 
 USAGE = "pagedec chat [--system TEXT] [-v] [sampling flags] [beam flags] [engine flags]"
 EPILOG = """\
@@ -77,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 class Chat:
     """A conversation, with the states before each of its turns to go back to. With `fresh_seeds`, an answer whose
-    parameters name no seed gets one that nobody knows; else the engine draws it."""
+    parameters name no seed gets one that nobody knows; else the engine draws it. `aside` is given thoughts and calls
+    of tools, where the model tells them from what the user is told."""
 
     def __init__(
         self,
@@ -86,9 +89,10 @@ class Chat:
         params: SamplingParams | BeamSearchParams,
         write: Callable[[str], None],
         fresh_seeds: bool = False,
+        aside: Callable[[str], None] | None = None,
     ) -> None:
         self.llm, self.params, self.write, self.fresh_seeds = llm, params, write, fresh_seeds
-        self.conversation = conversation
+        self.conversation, self.aside = conversation, aside
         self.turns: list[tuple[Conversation, str, int]] = []
         """For each turn: the conversation before it, what the user said, and how often it was answered."""
         self.last: RequestOutput | None = None
@@ -100,12 +104,15 @@ class Chat:
 
         Raises what the template or the engine says of the turn. The conversation is then as before.
         """
+        from pagedec.text.harmony import AnswerStream
+
         before, self.last = self.conversation.fork(), None
+        parts = AnswerStream(self.conversation.tokenizer, self.params.skip_special_tokens)
         try:
             token_ids = self.conversation.ask(said)
             params = dataclasses.replace(self.params, seed=self._seed(times))
             with contextlib.closing(self.llm.stream({"prompt_token_ids": token_ids}, params)) as stream:
-                self._show(stream)
+                self._show(stream, parts)
         except PagedecError:
             self.last = None
             raise
@@ -113,25 +120,31 @@ class Chat:
             if self.last is None:
                 self.conversation = before
             else:
-                self._keep(before, said, times, self.last.outputs[0])
+                self._keep(before, said, times, self.last.outputs[0], parts.told)
 
     def _seed(self, times: int) -> int | None:
         if self.params.seed is not None:
             return (self.params.seed + times) % 2**64
         return secrets.randbits(64) if self.fresh_seeds else None
 
-    def _keep(self, before: Conversation, said: str, times: int, answer: CompletionOutput) -> None:
+    def _keep(self, before: Conversation, said: str, times: int, answer: CompletionOutput, told: str) -> None:
         stopped_at_text = isinstance(answer.stop_reason, str)
-        self.conversation.answer(answer.token_ids, answer.text if stopped_at_text else None)
+        self.conversation.answer(answer.token_ids, told if stopped_at_text else None)
         self.turns.append((before, said, times))
 
-    def _show(self, stream: Iterator[RequestOutput]) -> None:
+    def _show(self, stream: Iterator[RequestOutput], parts: AnswerStream) -> None:
         shown = 0
         for output in stream:
-            self.last = output
-            text = output.outputs[0].text
-            self.write(text[shown:])
-            shown = len(text)
+            self.last, answer = output, output.outputs[0]
+            pieces = parts.push(answer.token_ids, answer.text, output.finished)
+            if not self.params.skip_special_tokens:  # all of it is asked for, marks too
+                pieces = [(True, answer.text[shown:])]
+                shown = len(answer.text)
+            for is_told, piece in pieces:
+                if is_told:
+                    self.write(piece)
+                elif self.aside is not None:
+                    self.aside(piece)
 
     def undo(self) -> str | None:
         """Take back the last turn, and return what the user said; None if there is none."""
@@ -291,7 +304,8 @@ def run(arguments: argparse.Namespace) -> int:
     params = beam_params(arguments, recommended, 1) or recommended.clone(**given)
     screen, fresh_seeds = Screen(sys.stdout), not has_engine_seed(arguments)
     conversation = Conversation(llm.tokenizer, system, chat_template=template)
-    chat = Chat(llm, conversation, params, screen.write, fresh_seeds)
+    aside = screen.aside if interactive and environment.has_terminal() else None
+    chat = Chat(llm, conversation, params, screen.write, fresh_seeds, aside)
     status: int | None = None
     for line in read_turns(interactive):
         status = take(chat, screen, line, interactive, arguments.verbose)

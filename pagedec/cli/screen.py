@@ -13,6 +13,7 @@ MIN_COLUMNS = 20
 FENCE = "```"
 CLOSING = frozenset("、。，．：；！？）」』】〉》〕…ー”’")
 """Wide characters that do not begin a line."""
+DIM, PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 class WordWrap:
@@ -116,18 +117,30 @@ class Screen:
         self._wrap: WordWrap | None = None
         self.begun = False
         """Something of an answer was written, and its line has not ended."""
+        self._is_aside = False
 
     def write(self, text: str) -> None:
         """Show more of an answer."""
-        if not self.begun:  # the terminal may have another width since the last one
-            columns = columns_of(self.stream)
-            self._wrap, self.begun = WordWrap(columns) if columns else None, True
-        self._put(text if self._wrap is None else self._wrap.feed(text))
+        self._show(text, False)
+
+    def aside(self, text: str) -> None:
+        """Show more of what is said besides, dim, on lines of its own. For terminals that can."""
+        self._show(text, True)
 
     def end(self) -> None:
         """Show what is left of the answer, and end its line."""
-        self._put(("" if self._wrap is None else self._wrap.finish()) + "\n")
-        self._wrap, self.begun = None, False
+        rest = "" if self._wrap is None else self._wrap.finish()
+        self._put(rest + (PLAIN if self._is_aside else "") + "\n")
+        self._wrap, self.begun, self._is_aside = None, False, False
+
+    def _show(self, text: str, is_aside: bool) -> None:
+        if self.begun and is_aside != self._is_aside:
+            self.end()
+        if not self.begun:  # the terminal may have another width since the last one
+            columns = columns_of(self.stream)
+            self._wrap, self.begun, self._is_aside = WordWrap(columns) if columns else None, True, is_aside
+            self._put(DIM if is_aside else "")
+        self._put(text if self._wrap is None else self._wrap.feed(text))
 
     def _put(self, text: str) -> None:
         self.stream.write(text)

@@ -14,8 +14,8 @@ from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.fields import check_encodable
 from pagedec.inputs import is_listed
 from pagedec.text.budget import MAX_CHARACTERS, Budget, Exhausted, spending
-from pagedec.text.compiled_template import Refusal, compiled
-from pagedec.text.template_probe import call_form, reads_parts
+from pagedec.text.compiled_template import TemplateRefusal, compiled
+from pagedec.text.template_probe import call_form, reads_parts, without_content
 from pagedec.text.unused import warn_of_unused
 
 if TYPE_CHECKING:
@@ -75,11 +75,12 @@ def _tool_calls(field: str, calls: Any) -> list[Any]:
         if function["arguments"] in (None, ""):
             function["arguments"] = {}
         elif isinstance(function["arguments"], str):
-            _check_json(f"{field}.tool_calls[{j}].function.arguments", function["arguments"])
+            check_json(f"{field}.tool_calls[{j}].function.arguments", function["arguments"])
     return list(plain)
 
 
-def _check_json(name: str, text: str) -> None:
+def check_json(name: str, text: str) -> None:
+    """Raise `InvalidArgument` for a text that is no JSON, or is nested too deep."""
     check_encodable(name, text)
     try:
         _plain(json.loads(text), name)
@@ -139,10 +140,14 @@ def _in_form(messages: list[dict[str, Any]], text: str, tokenizer: Tokenizer) ->
         for message in messages:
             if isinstance(message.get("content"), list):
                 message["content"] = "\n".join(part["text"] for part in message["content"])
-    if not any(message.get("tool_calls") for message in messages):
-        return messages
-    form = call_form(text, names)
-    return [form.put(message) if message.get("tool_calls") else message for message in messages]
+    formed = []
+    for message in messages:
+        if message.get("tool_calls"):
+            message = call_form(text, names).put(message)
+        elif message["role"] == "assistant" and "content" not in message:
+            message = {**message, **without_content(text, names)}
+        formed.append(message)
+    return formed
 
 
 def _check_variables(template_kwargs: Mapping[str, Any] | None) -> None:
@@ -213,7 +218,7 @@ def _failure(template: jinja2.Template, messages: list[dict[str, Any]], variable
         _render(template, messages, variables)
     except Exhausted:
         raise
-    except Refusal as refusal:
+    except TemplateRefusal as refusal:
         return f"the chat template refuses it: {refusal}"
     except Exception as error:  # the template's own code failed, in any of Python's ways
         return f"the chat template fails with it: {type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ MAX_TEMPLATE = 1 << 16
 MAX_TIME_FORMAT = 1 << 10
 
 
-class Refusal(jinja2.TemplateError):
+class TemplateRefusal(jinja2.TemplateError):
     """What a template says with raise_exception."""
 
 
@@ -56,7 +56,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _refuse(message: object) -> None:
-    raise Refusal(str(message))
+    raise TemplateRefusal(str(message))
 
 
 def as_json(

@@ -18,8 +18,8 @@ class Conversation:
 
     `ask` gives the prompt of the next answer, `answer` takes what was generated. An answer's tokens are kept as they
     were generated: encoding its text again may give others. Where the template rewrites what was said before (some drop
-    thoughts), the part before the change is kept and the whole is encoded anew. A prompt that certainly has more than
-    `max_tokens` tokens is refused before it is tokenised.
+    thoughts), they are kept up to the last special token before the change, and the rest is encoded anew. A prompt that
+    certainly has more than `max_tokens` tokens is refused before it is tokenised.
 
         token_ids = conversation.ask("Why?")
         [output] = llm.generate({"prompt_token_ids": token_ids}, params)
@@ -67,7 +67,8 @@ class Conversation:
 
     def answer(self, token_ids: Iterable[int] | Array, text: str | None = None) -> str:
         """Add the answer to the last prompt, and return its text (without the space that some vocabularies write
-        first); of gpt-oss what the user is told, its thoughts left out.
+        first); of gpt-oss what the user is told. Its thoughts, and what it calls, are in the last of `messages`, as
+        `reasoning_content` and `tool_calls`.
 
         `token_ids` are all that was generated, an end token included if there is one. `text`: what the answer is to be
         called in the messages, if not the text of its tokens.
@@ -88,7 +89,7 @@ class Conversation:
             known.append((prompt + spelling, [*prompt_ids, *said]))
         known.sort(key=lambda entry: -len(entry[0]))
         self._known = [*known, (prompt, prompt_ids)]
-        parts = read_answer(self.tokenizer, said, self._shown) if text is None else None
+        parts = read_answer(self.tokenizer, said, ended) if text is None else None
         self.messages.append({"role": "assistant", **(parts or {"content": shown})})
         self._open = False
         return self.messages[-1]["content"]
@@ -119,10 +120,27 @@ class Conversation:
             self.tokenizer.check_length(prompt, self._max_tokens, "messages")
         for text, token_ids in self._known:
             if prompt.startswith(text):
-                rest = encode_behind(self.tokenizer, token_ids, prompt[len(text) :])
+                begun, left = self._further(token_ids, prompt[len(text) :])
+                rest = encode_behind(self.tokenizer, begun, left)
                 if rest is not None:
-                    return [*token_ids, *rest]
+                    return [*begun, *rest]
         return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+    def _further(self, token_ids: list[int], rest: str) -> tuple[list[int], str]:
+        """What is known goes on behind `token_ids`: take along what `rest` begins with, up to a special token. Returns
+        the tokens, and the rest behind them."""
+        table, longest = self.tokenizer.byte_table, self._known[0][1]
+        data, length, end, taken = rest.encode("utf-8"), len(token_ids), 0, 0
+        if longest[:length] != token_ids:
+            return token_ids, rest
+        for i in range(length, len(longest)):
+            piece = table.token_bytes(longest[i])
+            if not data.startswith(piece, end):
+                break
+            end += len(piece)
+            if longest[i] in table.special_ids:
+                length, taken = i + 1, end
+        return longest[:length], data[taken:].decode("utf-8")
 
 
 def encode_behind(tokenizer: Tokenizer, token_ids: Sequence[int], rest: str) -> list[int] | None:

@@ -40,7 +40,7 @@ class CallForm:
         """A message with calls in this form."""
         put = {**message, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
         thoughts, content = put.get("reasoning_content"), put.get("content")
-        if not self.takes_both and thoughts and content:
+        if not self.takes_both and isinstance(thoughts, str) and isinstance(content, str) and thoughts and content:
             put["thinking"] = put["reasoning_content"] = f"{thoughts}\n{content}"
             del put["content"]
         return put if "content" in put else {**put, **self.without_content}
@@ -75,6 +75,17 @@ def call_form(text: str, names: Names) -> CallForm:
                 both = {"content": "a", "thinking": "b", "reasoning_content": "b"}
                 return CallForm(as_text, without_content, MARK in _shown(text, names, _calling(arguments, both)))
     return CallForm()
+
+
+@functools.lru_cache(maxsize=64)
+def without_content(text: str, names: Names) -> Mapping[str, Any]:
+    """What an answer has in place of content that is nothing but thoughts: the first with which a template goes on."""
+    for said in WITHOUT_CONTENT:
+        answer = {"role": "assistant", **said, "thinking": "b", "reasoning_content": "b"}
+        shown = _shown(text, names, [{"role": "user", "content": "a"}, answer, {"role": "user", "content": MARK}])
+        if MARK in shown and not ("content" in said and "None" in shown):
+            return said
+    return {}
 
 
 def _calling(arguments: Any, said: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,9 +12,9 @@ import torch
 
 from pagedec.errors import InvalidArgument
 from pagedec.text.conversation import Conversation
-from pagedec.text.harmony import MARKS
 from pagedec.text.tokenizer import Tokenizer
 from tests.text import templates
+from tests.text.test_harmony import harmony
 from tests.text.test_tokenizer_directory import byte_level, save, sentencepiece
 
 
@@ -86,16 +86,11 @@ def test_a_template_that_drops_thoughts_keeps_the_beginning(tokenizer: Tokenizer
          "First\nYes", None),
         ("<|channel|>analysis<|message|>Hm", "", "Hm"),
         ("Yes", "Yes", None),
-        ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
-         "analysisHmassistantcommentary to=functions.f{}", None),
     ],
 )  # fmt: skip
 def test_an_answer_in_parts(tmp_path: Path, answer: str, content: str, thoughts: str | None) -> None:
     """The next prompt has what the user was told, as the model's own template writes it, and none of the thoughts."""
-    inner = byte_level()
-    inner.add_special_tokens([*MARKS, "<|return|>"])
-    config = {"eos_token": "<|return|>", "chat_template": templates.HARMONY}
-    tokenizer = Tokenizer.from_path(save(tmp_path, inner, tokenizer_config=config))
+    tokenizer = harmony(tmp_path, templates.HARMONY)
     chat = Conversation(tokenizer)
     prompt = chat.ask("Hi")
     assert chat.answer(tokenizer.encode(answer + "<|return|>")) == content

@@ -122,6 +122,16 @@ def test_thoughts_beside_what_is_said_and_a_call(tmp_path: Path) -> None:
     assert "Let me see.|It rains?[" in shown(tmp_path, both, message)
 
 
+def test_an_answer_that_is_nothing_but_thoughts(tmp_path: Path) -> None:
+    """As servers give one that was cut: with null for content, of which templates make texts."""
+    answer = {"role": "assistant", "content": None, "reasoning_content": "It rains?"}
+    prompt = render_chat(made(tmp_path, templates.HARMONY_CALLS), [HI, answer, HI])
+    assert "<|end|><|start|>assistant<|channel|>final<|message|><|end|><|start|>user" in prompt
+    own = "{% for m in messages %}{{ m.reasoning_content }}{{ 'content' in m }}{% endfor %}"
+    assert render_chat(made(tmp_path, own), [answer, HI]) == "It rains?FalseTrue"
+    assert render_chat(made(tmp_path, templates.MISTRAL), [HI, answer, HI]).count("</s>") == 1
+
+
 def test_arguments_that_are_no_text_that_can_be_encoded() -> None:
     with pytest.raises(InvalidArgument, match=r"^messages\[0\].tool_calls\[0\].function.arguments .* half a surrogate"):
         check_messages([calling('{"a": "\ud800"}')])
