@@ -143,9 +143,10 @@ class Planner:
     # ---- what is asked
     def _queries(self, request: Request) -> list[Query]:
         if request.asked_in != self._plan.step and not request.idle:
+            room = self._room_of(request)
             request.asked_in = self._plan.step
             try:
-                request.queries = propose(request, self._room_of(request), self._limits.vocab_size)
+                request.queries = propose(request, room, self._limits.vocab_size)
             except RequestError as error:
                 self._plan.failed[request] = error
                 request.queries = []
@@ -183,7 +184,8 @@ class Planner:
             for request in self._started:
                 if request.idle or not request.started:
                     continue
-                if request.plain is None and request.asked_in >= 0 and not self._drafting.weighs(request):
+                was_asked = request.plain is None and request.asked_in >= 0 and not self._drafting.weighs(request)
+                if was_asked and len(request.branches) > 1:  # some may wait
                     num_chain += len(request.queries)  # of its last step
                     continue
                 depth = request.history.depth

@@ -168,7 +168,7 @@ class Scheduler:
         events: list[Event] = []
         settler = self._settler({}, events)
         settler.edit(request, verdict, ranks)
-        request.idle, request.asked_in = False, -1  # what it asked for was of before, in a step of this number perhaps
+        request.idle = False
         self._demand.num_changes += 1
         self._close_all(settler.over, events)
         return events
@@ -195,8 +195,7 @@ class Scheduler:
         preempt(self.get(request_id))
 
     def forget_kv(self) -> None:
-        """The device has lost its cache: drop the plans that are out, all tables and the prefix cache. Every request
-        goes on.
+        """The device has lost its cache: drop plans that are out, tables and the prefix cache. All requests go on.
 
         Nothing of what the pools say of themselves is used, so this also mends what was left half done.
         """
@@ -209,8 +208,7 @@ class Scheduler:
         self._copies = self._new_copies()
 
     def reset_prefix_cache(self) -> bool:
-        """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
-        block."""
+        """Let nothing be found that was computed so far; who holds some of it goes on. True: nobody holds any block."""
         self._require_between_steps("reset_prefix_cache")
         self._cancel_copies()
         for pool in self.pools.values():
@@ -255,6 +253,8 @@ class Scheduler:
         if plan.forwards:
             return plan
         self.step = self.plans.pop().step - 1  # who had a row in the step that is out had one in the step before
+        for request in self._started:  # behind all answers there is other room for drafts
+            request.asked_in = min(request.asked_in, self.step)
         return None
 
     def _make_plan(
@@ -263,7 +263,7 @@ class Scheduler:
         self.step += 1
         self._started = [request for request in self._started if request.started and not request.closed]
         for method in [] if costs is None else [*self._methods.values()]:  # `admit` may add one meanwhile
-            method.earn()
+            method.earn(self.step)
         plan = Planner(
             self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs,
             self.parking if len(self.parking) else None, is_ahead, step_time,

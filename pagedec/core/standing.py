@@ -37,7 +37,7 @@ YIELD_MEMORY, YIELD_WEIGHT = 48, 6.0
 class Method:
     """What all requests of a decoder have in common."""
 
-    __slots__ = ("allowed", "odds", "rest", "yields")
+    __slots__ = ("_earned_in", "allowed", "odds", "rest", "yields")
 
     def __init__(self) -> None:
         self.odds = Odds(memory=256)
@@ -47,10 +47,13 @@ class Method:
         """Steps that may be lost by trying."""
         self.yields: dict[int, tuple[float, float]] = {}
         """Of drafts that cannot be cut: how many were run of a size, and the tokens that they gave."""
+        self._earned_in = -1
 
-    def earn(self) -> None:
-        """A step has been made."""
-        self.allowed = min(self.allowed + SHARE, MOST_ALLOWED)
+    def earn(self, step: int) -> None:
+        """A step is planned. Once a step: a plan of it may have come to nothing."""
+        if step != self._earned_in:
+            self._earned_in = step
+            self.allowed = min(self.allowed + SHARE, MOST_ALLOWED)
 
     def yield_of(self, sizes: Sequence[int], place: int) -> float:
         """Tokens that a draft of size `sizes[place]` is expected to give."""

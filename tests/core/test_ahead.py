@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 
 from pagedec.core.ahead import Unforeseen, unforeseen
+from pagedec.core.costs import StepCosts
 from pagedec.core.forward import NO_INTS, Answers, LaneForward, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Child, Verdict
 from pagedec.core.request import KNOWN, Event, Failed, Progress
+from pagedec.core.standing import SHARE
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvariantError
 from pagedec.params import SamplingParams
 from tests.algorithms.interactive import InteractiveParams, SessionState
 from tests.core.fake import FakeEngine, FakeRunner
+from tests.core.test_drafting import GreedyDraftParams
 from tests.core.test_rules import ruled, run
 from tests.core.world import METHODS, Case, World, limits, results
 
@@ -242,6 +245,42 @@ def test_what_is_edited_is_asked_anew() -> None:
     scheduler.edit("session", Verdict((Child(session.branches[0], state=SessionState(remaining=3)),)))
     engine.run()
     assert not session.closed and session.history.depth[session.branches[0].tip] == 2 + 3
+
+
+def test_who_found_no_room_in_a_plan_that_came_to_nothing_is_asked_anew() -> None:
+    """All that run end with the step that is out: behind it their rows are the draft's, too."""
+    engine = late_engine(8, max_num_batched_tokens=16)
+    scheduler = engine.scheduler
+    six = Case("ends", SamplingParams(n=6, seed=1), [2, 3, 4, 5], None, Stopping(max_tokens=2))
+    six.add(scheduler)
+    engine._settle(engine._planned(scheduler.plan()))
+    out = engine._planned(scheduler.plan())
+    drafts = Case("drafts", GreedyDraftParams(), PROMPT, None, Stopping(max_tokens=20)).add(scheduler)
+    assert scheduler.plan_ahead() is None and drafts.started
+    engine._settle(out)
+    plan = engine._planned(scheduler.plan())
+    assert [work.draft.num_nodes for work in plan.works] == [16 - len(PROMPT)]
+    engine._settle(plan)
+    engine.run()
+    engine.check_whole()
+
+
+def test_a_plan_that_comes_to_nothing_earns_nothing_by_itself() -> None:
+    """What may be lost by drafts that are tried is a share of the steps that are made."""
+    engine = late_engine(40)
+    scheduler = engine.scheduler
+    plain("ends", [1, 2], 1).add(scheduler)
+    drafts = Case("drafts", SamplingParams(speculative={"method": "ngram"}), PROMPT, None, limit=30).add(scheduler)
+    scheduler.abort("drafts")
+    assert drafts.standing is not None
+    method, costs = drafts.standing.method, StepCosts((1.0,), (1.0,))
+    method.allowed = 0.0
+    out = engine._planned(scheduler.plan(costs=costs))
+    assert scheduler.plan_ahead(costs) is None
+    engine._settle(out)
+    plain("later", [1, 2], 1).add(scheduler)
+    engine._settle(engine._planned(scheduler.plan(costs=costs)))
+    assert method.allowed == 2 * SHARE
 
 
 def test_tokens_are_told_in_order_once() -> None:

@@ -108,6 +108,27 @@ def test_room_is_what_chains_leave() -> None:
     engine.scheduler.settle(plan, engine.runner.execute(plan))
 
 
+def test_who_is_asked_first_of_all_is_told_what_his_own_chain_leaves() -> None:
+    engine = engine_of(200, max_num_batched_tokens=16)
+    request = Case("draft", GreedyDraftParams(), prompt(1, 5), None, LONG).add(engine.scheduler)
+    plan = engine.scheduler.plan()
+    assert request.decoder.rooms == [11]  # type: ignore[attr-defined]
+    assert [work.draft.num_nodes for work in plan.works] == [11]
+    engine.scheduler.settle(plan, engine.runner.execute(plan))
+
+
+def test_room_is_what_a_prompt_in_chunks_leaves_too() -> None:
+    engine = engine_of(200, max_num_batched_tokens=16, max_chunk=10)
+    first = Case("first", GreedyDraftParams(), prompt(1, 6), None, LONG).add(engine.scheduler)
+    engine.step()
+    Case("long", GreedyDraftParams(), prompt(2, 40), None, LONG).add(engine.scheduler)
+    for _ in range(3):
+        plan = engine.scheduler.plan()
+        engine.scheduler.settle(plan, engine.runner.execute(plan))
+    assert first.decoder.rooms[-2:] == [5, 5]  # type: ignore[attr-defined]
+    assert sorted((work.num_tokens, work.draft.num_nodes) for work in plan.works) == [(1, 5), (10, 0)]
+
+
 def test_a_gang_drafts_as_a_whole_or_not_at_all() -> None:
     """Beams whose drafts find no room go on without them, all in one step."""
     from tests.algorithms.beam import Beam, BeamParams
