@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 from pagedec.core.constraint import permits
@@ -114,7 +114,8 @@ class GuessedBeam(DraftedBeam):
         self.skipped = frozenset(context.stopping.ends)
 
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft]:
-        """Level by level, the best of all guesses; who finds no room is left out."""
+        """Level by level, the best of all guesses; those that find no room are left out. A level that lacks beams is
+        never reached, so none is cut to fewer than there will be at least."""
         history, context = self.context.history, self.context
         if not self.has_read_prompt:
             self.has_read_prompt = True
@@ -134,28 +135,28 @@ class GuessedBeam(DraftedBeam):
             for place, beam in enumerate(beams)
         ]
         wide = self.breadth * (self.width if self.length == 0 else self.group_width)
+        least = self.group_width * len({path.group for path in paths})
         for _ in range(min(self.depth(), context.left(beams[0]))):
-            chosen = self._next(paths, wide)[:room]
-            if not chosen:
+            chosen = self._next(paths, wide)
+            if not chosen or room < min(least, len(chosen)):
                 break
-            paths = [path._replace(node=trees[path.place].add(path.last[-1], path.node)) for path in chosen]
+            paths = [path._replace(node=trees[path.place].add(path.last[-1], path.node)) for path in chosen[:room]]
             room -= len(paths)
         return [tree.draft() for tree in trees]
 
     def _next(self, paths: Sequence[Path], wide: int) -> list[Path]:
-        """The next level of the draft: of each group the best, its nodes not numbered yet."""
+        """The next level of the draft: of each group the best, in turns, its nodes not numbered yet."""
         by_group: dict[int, list[tuple[float, int, int, Path]]] = {}
         for i, path in enumerate(paths):
             own = by_group.setdefault(path.group, [])
             for token, logprob in self._guesses(path):
                 own.append((path.score + logprob, -i, -token, path))
-        found: list[Path] = []
+        found: list[list[Path]] = []
         for own in by_group.values():
-            for score, _, token, path in heapq.nlargest(wide, own, key=lambda entry: entry[:3]):
-                following = self._follow(path, -token, score)
-                if following is not None:
-                    found.append(following)
-        return found
+            best = heapq.nlargest(wide, own, key=lambda entry: entry[:3])
+            following = [self._follow(path, -token, score) for score, _, token, path in best]
+            found.append([path for path in following if path is not None])
+        return [path for ranked in zip_longest(*found) for path in ranked if path is not None]
 
     def _guesses(self, path: Path) -> Iterable[tuple[int, float]]:
         if path.forced:

@@ -4,6 +4,7 @@ and drafts often right."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from pagedec.core.logprobs import Reporting, answer_reports
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import drafted_beam, make_decoder
+from pagedec.decoders.beam_guesses import GuessedBeam
 from pagedec.decoders.drafted_beam import DraftedBeam
 from pagedec.params import BeamSearchParams
 from tests.core.fake import VOCABULARY, FakeEngine
@@ -76,3 +78,33 @@ def test_drafts_that_fail_rest_and_are_tried_again() -> None:
     for _ in range(200):
         decoder._note_depth(0)
     assert decoder.depth() > 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_no_level_is_cut_below_its_beams(num_groups: int) -> None:
+    """One that some beams miss is never reached; what is cut of a wider one is the worst of each group."""
+    params = BeamSearchParams(
+        beam_width=4, num_beam_groups=num_groups, max_tokens=20, seed=0, speculative={"method": "ngram"}
+    )
+    engine = FakeEngine(World(1).models, limits(300, max_num_batched_tokens=300))
+    request = engine.scheduler.admit("beams", lambda context: make_decoder(params, context), [1, 2], Stopping(), 22)
+    engine.scheduler.add(request)
+    decoder = request.decoder
+    assert isinstance(decoder, GuessedBeam)
+    for token in range(VOCABULARY):
+        decoder.followers.note((token,), (range(VOCABULARY), [-1.0 - i for i in range(VOCABULARY)]))
+    for least in (4 // num_groups, 4):  # behind the root there may be equal beams in several groups
+        decoder.odds = [1.0] * decoder.deepest
+        beams, levels = sorted(request.branches, key=lambda branch: branch.state), set[int]()
+        for room in range(1, 40):
+            counts = Counter[tuple[int, int]]()
+            for beam, draft in zip(beams, decoder.draft(beams, room), strict=True):
+                counts.update((depth, beam.state // decoder.group_width) for depth in draft.depths()[1:])
+            assert counts.total() <= room and (counts.total() > 0) == (room >= least)
+            for depth in {depth for depth, _ in counts}:
+                groups = [count for (at, _), count in counts.items() if at == depth]
+                assert least <= sum(groups) and max(groups) - min(groups) <= 1
+                levels.add(sum(groups))
+        assert levels == {*range(least, 8 + 1)}
+        while request.history.depth[request.branches[0].tip] < 8:
+            engine.step()
