@@ -99,6 +99,17 @@ class Arena:
         out, self._free = self._free[:num_bytes], self._free[-(-num_bytes // 64) * 64 :]
         return out
 
+    def take_back(self, storage: torch.Tensor) -> None:
+        """Have the storage that was asked for last, which nobody is to keep, for others."""
+        _, whole = self._mappings[-1]
+        start = storage.data_ptr() - whole.data_ptr()
+        if start:
+            storage.zero_()
+            self._free = whole[start:]
+        else:  # it alone has the mapping
+            self._mappings.pop()
+            self._free = torch.empty(0, dtype=torch.uint8)
+
     def _close(self) -> None:
         """Leave out of the last mapping what nobody has asked for."""
         if self._mappings:

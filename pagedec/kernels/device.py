@@ -137,6 +137,9 @@ class DeviceBackend(NativeBackend):
     def storage(self, num_bytes: int) -> torch.Tensor:
         return self.memory.allocate(num_bytes)
 
+    def take_back(self, storage: torch.Tensor) -> None:
+        """It is free when nobody keeps it."""
+
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         if tensor.numel() == 1:
             self._counts[tensor.data_ptr()] = int(array[0])

@@ -77,6 +77,10 @@ class NativeBackend(HostBackend):
         """Zeroed uint8 storage for a packed weight."""
         return self.arena.allocate(num_bytes)
 
+    def take_back(self, storage: torch.Tensor) -> None:
+        """Have the storage that was asked for last, which nobody is to keep, for others."""
+        self.arena.take_back(storage)
+
     def count(self, rows: torch.Tensor) -> int:
         """How many rows a counter says there are."""
         return int(rows)
@@ -99,11 +103,8 @@ class NativeBackend(HostBackend):
         n, k = matrix.shape
         if kind == Quantization.PLAIN:
             return library.packed_bytes(n, k, self.code)
-        return (
-            library.packed_int8_bytes(n, k)
-            if kind == Quantization.INT8
-            else library.packed_int8_weight_only_bytes(n, k)
-        )
+        of_int8 = library.packed_int8_bytes if kind == Quantization.INT8 else library.packed_int8_weight_only_bytes
+        return of_int8(n, k)
 
     def _pack(self, matrix: torch.Tensor | Blocks, kind: Quantization, to: int) -> None:
         context = self.context
@@ -144,10 +145,14 @@ class NativeBackend(HostBackend):
             kind = Quantization.BLOCKS
         stride = -(-self._packed_bytes(first, kind) // 64) * 64
         data = self.storage(count * stride)
-        for i, matrix in enumerate(itertools.chain([first], own)):
-            if what_is(matrix) != what_is(first):
-                raise ValueError(f"expert {i} has {what_is(matrix)}; it must have {what_is(first)}, as the first")
-            self._pack(matrix, kind, data.data_ptr() + i * stride)
+        try:
+            for i, matrix in enumerate(itertools.chain([first], own)):
+                if what_is(matrix) != what_is(first):
+                    raise ValueError(f"expert {i} has {what_is(matrix)}; it must have {what_is(first)}, as the first")
+                self._pack(matrix, kind, data.data_ptr() + i * stride)
+        except BaseException:
+            self.take_back(data)
+            raise
         segments = (Segment * 1)(Segment(int(first.layout.code), 0)) if isinstance(first, Blocks) else None
         each = NativeWeight(data, self._bias(bias), *shape_of(first), kind, segments)
         return NativeExperts(each, count, stride)

@@ -6,7 +6,8 @@ in. Blocks stay what they are wherever all parts of a weight have some; else the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -144,19 +145,21 @@ def pack_experts(
 ) -> Any:
     """Those of `count` experts, which `weights` makes one at a time; bias [count, n]. Where they are not all blocks of
     one format, all are packed as numbers."""
-    first = _format_of(weights(0))
 
-    def alike(expert: int) -> Matrix:
-        matrix = weights(expert)
-        if _format_of(matrix) != first:
-            raise _MixedFormats
-        return matrix
+    def alike() -> Iterator[Matrix]:
+        matrix = weights(0)
+        first = _format_of(matrix)
+        yield matrix
+        for expert in range(1, count):
+            matrix = weights(expert)
+            if _format_of(matrix) != first:
+                raise _MixedFormats
+            yield matrix
 
-    try:
-        return backend.pack_experts(count, map(alike, range(count)), bias, _made(backend))
-    except _MixedFormats:
-        numbers = (_numbers(backend, weights(expert)) for expert in range(count))
-        return backend.pack_experts(count, numbers, bias, _made(backend))
+    with suppress(_MixedFormats):
+        return backend.pack_experts(count, alike(), bias, _made(backend))
+    numbers = (_numbers(backend, weights(expert)) for expert in range(count))  # what was packed is gone by now
+    return backend.pack_experts(count, numbers, bias, _made(backend))
 
 
 def _format_of(matrix: Matrix) -> str | None:

@@ -52,6 +52,14 @@ def test_what_was_written_goes_into_huge_pages_and_stays() -> None:
     assert found in (2 * HUGE_PAGE, 3 * HUGE_PAGE), "whole ones, and none that nobody has written"
 
 
+def test_what_is_taken_back_is_for_others() -> None:
+    arena = Arena()
+    first, second = arena.allocate(100).fill_(1), arena.allocate(1000).fill_(2)
+    arena.take_back(second)
+    third = arena.allocate(5000)
+    assert third.data_ptr() == second.data_ptr() and not third.any() and bool((first == 1).all())
+
+
 def test_little_or_nothing_is_left_alone() -> None:
     others = [Arena() for _ in range(4)]  # what the last one has lies right beside, most likely
     beside = [other.allocate(2 * HUGE_PAGE).fill_(1) for other in others]

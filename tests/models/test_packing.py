@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagedec.kernels.arena import Arena
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Epilogue, available_isas, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_linear import gated_product, interleave_gate_up
-from pagedec.models.packing import pack_after_gated, pack_gated, pack_stacked
+from pagedec.models.packing import Matrix, pack_after_gated, pack_experts, pack_gated, pack_stacked
 from tests.kernels.block_cases import random_blocks
 from tests.kernels.calls import normal
 
@@ -67,3 +68,27 @@ def test_of_mixtures_the_numbers_are_packed(backend: Backend) -> None:
         gate, up = (numbers[id(part)] for part in parts)
         expected = run(backend, pack_gated(backend, gate, up), x, 48, Epilogue.SILU_MUL)
         assert torch.equal(run(backend, pack_gated(backend, *parts), x, 48, Epilogue.SILU_MUL), expected)
+
+
+@pytest.mark.parametrize(("chunk", "num_mappings"), [(Arena.chunk, 1), (1, 2)])
+def test_experts_of_several_formats_leave_no_memory_behind(
+    chunk: int, num_mappings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are packed as blocks when the third is found to be of another format."""
+    monkeypatch.setattr(Arena, "chunk", chunk)
+    backend = NativeBackend(load(available_isas()[-1]), torch.float32)
+    experts = [random_blocks(name, 4096, 512, seed=i) for i, name in enumerate(("q4_k", "q4_k", "q6_k"))]
+    asked: list[int] = []
+
+    def weight(expert: int) -> Matrix:
+        asked.append(expert)
+        return experts[expert]
+
+    before = backend.storage(64)
+    packed = pack_experts(backend, weight, 3)
+    assert asked == [0, 1, 2, 0, 1, 2]
+    assert len(backend.arena._mappings) == num_mappings
+    assert packed.each.data.data_ptr() == before.data_ptr() + 64 or num_mappings > 1
+    alone = NativeBackend(load(available_isas()[-1]), torch.float32)
+    numbers = pack_experts(alone, lambda expert: experts[expert].dequantize(), 3)
+    assert torch.equal(packed.each.data, numbers.each.data)
