@@ -32,13 +32,14 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 class PackedConfig:
     """What a quantization_config says. `method`: awq or gptq; `group`: values that share a scale, -1: all of a row;
     `zero_shift`: what GPTQ's first format has subtracted from zero points; `carries`: from all of an int32 at once, so
-    that a zero point of 0 has borrowed from its neighbour."""
+    that a zero point of 0 has borrowed from its neighbour; `is_kept`: blocks can say the same as its weights."""
 
     method: str
     group: int
     zero_shift: int
     carries: bool = False
     bits: int = 4
+    is_kept: bool = True
 
 
 def read_packed(config: Mapping[str, Any]) -> PackedConfig:
@@ -69,7 +70,15 @@ def read_packed(config: Mapping[str, Any]) -> PackedConfig:
     if len(layouts) > 1:
         raise refuse("format", config["format"], f"must be checkpoint_format, which is {config['checkpoint_format']}")
     is_first = method == "gptq" and layouts != {"gptq_v2"}
-    return PackedConfig(method, group, int(is_first), is_first and _by_gptqmodel(config), bits)
+    carries, is_kept = is_first and _by_gptqmodel(config), method == "awq" or _is_kept(config, bits, group)
+    return PackedConfig(method, group, int(is_first), carries, bits, is_kept)
+
+
+def _is_kept(config: Mapping[str, Any], bits: int, group: int) -> bool:
+    """Whether blocks can say the same as GPTQ's weights, by what is said of them: groups may be scattered over the
+    inputs, and 8 bits may have zero points."""
+    is_scattered = config.get("desc_act") and not config.get("static_groups") and group != -1
+    return not is_scattered and (bits == 4 or config.get("sym") is not False)
 
 
 def _of_one_layer(rules: object, bits: int, group: int) -> tuple[str, object, str] | None:

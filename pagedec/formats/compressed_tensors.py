@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ from pagedec.formats.source import WeightSource
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 STRATEGIES = ("tensor", "channel", "group", "block")
 BITS = {"int": (4, 8), "float": (8,)}
+SCATTERED = (True, "group", "dynamic")
+"""What `actorder` says where each input names its group."""
 SMALL = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED = "weight_packed"
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -40,14 +42,15 @@ UNUSED += ("kv_scale",)
 @dataclass(frozen=True, slots=True)
 class CompressedConfig:
     """What a quantization_config says. `bits`: the most that a value has; `has_blocks`: weights are integers that may
-    stay what they are; `rectangle`: rows and columns that share a scale, where these are not of one row; `has_zeros`:
-    all have zero points."""
+    stay what they are, and `is_kept`: all of them; `rectangle`: rows and columns that share a scale, where these are
+    not of one row; `has_zeros`: all have zero points."""
 
     method: str
     bits: int
     has_blocks: bool
     rectangle: tuple[int, int] | None = None
     has_zeros: bool = False
+    is_kept: bool = True
 
 
 def read_compressed(config: Mapping[str, Any]) -> CompressedConfig:
@@ -65,12 +68,17 @@ def read_compressed(config: Mapping[str, Any]) -> CompressedConfig:
         raise _refused("config_groups", groups, "must be an object that says how weights are quantised")
     own = {name: group for name, group in groups.items() if not _is_of_inputs(group)} or groups
     kinds = [_weights(f"config_groups.{name}", group) for name, group in own.items()]
-    rectangles = {rectangle for _, _, _, rectangle in kinds if rectangle is not None}
+    rectangles = {kind.rectangle for kind in kinds if kind.rectangle is not None}
     if len(rectangles) > 1:
         raise _refused("config_groups", sorted(rectangles), "must have one block_structure")
-    has_blocks, has_zeros = any(blocks for blocks, _, _, _ in kinds), all(zeros for _, zeros, _, _ in kinds)
-    bits, rectangle = max(bits for _, _, bits, _ in kinds), next(iter(rectangles), None)
-    return CompressedConfig("compressed-tensors", bits, has_blocks, rectangle, has_zeros)
+    return CompressedConfig(
+        "compressed-tensors",
+        max(kind.bits for kind in kinds),
+        any(kind.has_blocks for kind in kinds),
+        next(iter(rectangles), None),
+        all(kind.has_zeros for kind in kinds),
+        all(kind.has_blocks and not kind.is_scattered for kind in kinds),
+    )
 
 
 def _is_of_inputs(group: object) -> bool:
@@ -78,9 +86,18 @@ def _is_of_inputs(group: object) -> bool:
     return isinstance(group, Mapping) and group.get("weights") is None
 
 
-def _weights(field: str, group: object) -> tuple[bool, bool, int, tuple[int, int] | None]:
-    """Of a group's weights whether they may stay what they are and have zero points, how many bits they have, and their
-    rectangle."""
+class _Kind(NamedTuple):
+    """A group's weights: whether they may stay what they are and have zero points, how many bits they have, their
+    rectangle, and whether their groups are scattered over the inputs, which no block has."""
+
+    has_blocks: bool
+    has_zeros: bool
+    bits: int
+    rectangle: tuple[int, int] | None
+    is_scattered: bool
+
+
+def _weights(field: str, group: object) -> _Kind:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise _refused(f"{field}.weights", weights, "must be an object that says how weights are quantised")
@@ -97,13 +114,15 @@ def _weights(field: str, group: object) -> tuple[bool, bool, int, tuple[int, int
     shape = weights.get("block_structure")
     has_zeros = kind == "int" and weights.get("symmetric", True) is False
     has_blocks = kind == "int" and (bits == 4 or not has_zeros)
-    return has_blocks, has_zeros, bits, None if shape is None else _rectangle(f"{field}.weights.block_structure", shape)
+    rectangle = None if shape is None else _rectangle(f"{field}.weights.block_structure", shape)
+    return _Kind(has_blocks, has_zeros, bits, rectangle, weights.get("actorder") in SCATTERED)
 
 
 def read_fp8(config: Mapping[str, Any]) -> CompressedConfig:
     """The same of "fp8": floats of 8 bits with a scale a weight, or for each rectangle of `weight_block_size`."""
     shape = config.get("weight_block_size")
-    return CompressedConfig("fp8", 8, False, None if shape is None else _rectangle("weight_block_size", shape))
+    rectangle = None if shape is None else _rectangle("weight_block_size", shape)
+    return CompressedConfig("fp8", 8, False, rectangle, is_kept=False)
 
 
 def _rectangle(field: str, shape: object) -> tuple[int, int]:

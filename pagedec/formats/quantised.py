@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pagedec.errors import InvalidArgument
@@ -22,27 +23,28 @@ family (stacked_experts.py); transformers makes numbers of them."""
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """A method, how many bits its weights have at most, and what opens them. `has_blocks`: linear layers can be left in
-    the integers that are stored."""
+    the integers that are stored; `is_kept`: all of them, by what is said; others become numbers."""
 
     method: str
     bits: int
     has_blocks: bool
+    is_kept: bool
     opened: Callable[[WeightSource], ScaledSource]
 
 
 def _packed(config: Mapping[str, Any]) -> Quantised:
     known = read_packed(config)
-    return Quantised(known.method, known.bits, True, lambda source: PackedSource(source, known))
+    return Quantised(known.method, known.bits, True, known.is_kept, partial(PackedSource, config=known))
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantised:
     known = read_compressed(config)
-    return Quantised(known.method, known.bits, known.has_blocks, lambda source: CompressedSource(source, known))
+    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(CompressedSource, config=known))
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantised:
     known = read_fp8(config)
-    return Quantised(known.method, known.bits, known.has_blocks, lambda source: CompressedSource(source, known))
+    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(CompressedSource, config=known))
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantised]] = {

@@ -171,7 +171,8 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
     stored = quantised(files, (MXFP4,))
-    size, memory = weight_bytes(arch, backend, 4 if stored is None else stored.bits), memory_of(backend)
+    bits = 4 if stored is None else stored.bits if stored.is_kept else None
+    size, memory = weight_bytes(arch, backend, bits), memory_of(backend)
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
         advice = "the system may end the process"

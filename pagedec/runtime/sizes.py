@@ -37,17 +37,18 @@ def memory_of(backend: Backend) -> Memory:
     return available_memory() if own is None else Memory(own, "of what the device has free")
 
 
-def weight_bytes(arch: Architecture, backend: Backend, bits: int = 4) -> int:
+def weight_bytes(arch: Architecture, backend: Backend, bits: int | None = 4) -> int:
     """About how much memory the weights take in a backend's form, of a rank those that it has. `bits`: what a value has
-    where they stay in a checkpoint's integers."""
+    where layers stay in a checkpoint's integers; None: they become numbers."""
     link = backend.link
     cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
     own = ((name, cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
     return int(sum(math.prod(shape) * _bytes_each(name, shape, backend, bits) for name, shape in own))
 
 
-def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend, bits: int) -> float:
-    """Of a weight: what no block divides stays in the dtype, and so does all but experts where these are in MXFP4."""
+def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend, bits: int | None) -> float:
+    """Of a weight: what no block divides stays in the dtype, and so does all but experts where these are in MXFP4, and
+    all but layers where a checkpoint has these in integers."""
     kind, whole = backend.quantization, backend.dtype.itemsize
     if kind is None or (kind in FORMS and shape[-1] % FORMS[kind].group):
         return whole
@@ -55,7 +56,9 @@ def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend, bits: int) 
         return whole
     if kind == MXFP4 and isinstance(backend, DeviceBackend) and not LAYOUTS[MXFP4].on_devices:
         return DEVICE_BYTES
-    return WEIGHT_BYTES[kind] if kind in WEIGHT_BYTES else STORED_BYTES[bits]
+    if kind in WEIGHT_BYTES:
+        return WEIGHT_BYTES[kind]
+    return whole if bits is None or len(shape) < 2 or ".layers." not in name else STORED_BYTES[bits]
 
 
 def bytes_of_a_block(loaded: LoadedModel, config: EngineConfig) -> int:

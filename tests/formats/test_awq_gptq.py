@@ -225,6 +225,11 @@ def test_a_row_is_no_group_of_any_size(tmp_path: Path, method: str) -> None:
             PackedConfig("awq", 128, 0),
         ),
         ({"quant_method": "gptq", "bits": 8, "group_size": 64}, PackedConfig("gptq", 64, 1, bits=8)),
+        ({"quant_method": "gptq", "bits": 8, "sym": False}, PackedConfig("gptq", 128, 1, bits=8, is_kept=False)),
+        ({"quant_method": "gptq", "bits": 4, "sym": False}, PackedConfig("gptq", 128, 1)),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, PackedConfig("gptq", 128, 1, is_kept=False)),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True, "static_groups": True}, PackedConfig("gptq", 128, 1)),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True, "group_size": -1}, PackedConfig("gptq", -1, 1)),
         (
             {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {"bits": 8}, "x": {"sym": True, "bits": 4}}},
             PackedConfig("gptq", 128, 1),

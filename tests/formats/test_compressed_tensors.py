@@ -260,23 +260,24 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
 
 
 @pytest.mark.parametrize(
-    ("config", "method", "bits", "has_blocks"),
+    ("config", "method", "bits", "has_blocks", "is_kept"),
     [
-        (said(), "compressed-tensors", 4, True),
-        (said(weights={"num_bits": 8, "actorder": "static"}), "compressed-tensors", 8, True),
-        (said(weights={"num_bits": 8, "symmetric": False}), "compressed-tensors", 8, False),
-        (said(weights={"symmetric": False}), "compressed-tensors", 4, True),
-        (said(weights=BLOCKS, format="float-quantized"), "compressed-tensors", 8, False),
-        (said(config_groups=TWO, format="mixed-precision"), "compressed-tensors", 8, True),
-        (said(sparsity_config={}, transform_config={}), "compressed-tensors", 4, True),
-        (said(config_groups=INPUTS), "compressed-tensors", 4, True),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, "fp8", 8, False),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, False),
+        (said(), "compressed-tensors", 4, True, True),
+        (said(weights={"num_bits": 8, "actorder": "static"}), "compressed-tensors", 8, True, True),
+        (said(weights={"actorder": "group"}), "compressed-tensors", 4, True, False),
+        (said(weights={"num_bits": 8, "symmetric": False}), "compressed-tensors", 8, False, False),
+        (said(weights={"symmetric": False}), "compressed-tensors", 4, True, True),
+        (said(weights=BLOCKS, format="float-quantized"), "compressed-tensors", 8, False, False),
+        (said(config_groups=TWO, format="mixed-precision"), "compressed-tensors", 8, True, False),
+        (said(sparsity_config={}, transform_config={}), "compressed-tensors", 4, True, True),
+        (said(config_groups=INPUTS), "compressed-tensors", 4, True, True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8, False, False),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, False, False),
     ],
 )
-def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool) -> None:
+def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool, is_kept: bool) -> None:
     known = read_quantised(config)
-    assert (known.method, known.bits, known.has_blocks) == (method, bits, has_blocks)
+    assert (known.method, known.bits, known.has_blocks, known.is_kept) == (method, bits, has_blocks, is_kept)
 
 
 def test_whether_all_weights_have_zero_points() -> None:

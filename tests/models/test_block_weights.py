@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,15 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, WeightsWarning
 from pagedec.formats.quantize import FORMS, quantize_int4, quantize_q8
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.models import packing
+from pagedec.runtime import loading
 from pagedec.runtime.loading import choose_backend, load_model, weight_form
+from pagedec.runtime.memory import Memory
+from pagedec.runtime.sizes import weight_bytes
 from tests.engine.neighbours import assert_neighbours_change_nothing
 from tests.models.checkpoints import Checkpoint, make_checkpoint, variant
 from tests.models.gguf_files import write_model
@@ -217,6 +221,29 @@ def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_pat
     assert error(kept, logits(config_of(tmp_path / "four"), checkpoint.tokens, reference=True)) < ROUNDED
     with LLM(str(tmp_path / "four"), skip_tokenizer_init=True, num_blocks=16) as llm:
         assert f"{method} weights" in str(llm) or llm.engine.executor.geometry.quantization == method
+
+
+def test_groups_in_an_order_of_their_own_take_what_numbers_take(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ's desc_act: no block says which group an input has, so the warning is of numbers."""
+    quantised_checkpoint(checkpoints("llama").path, path := tmp_path / "four", "gptq")
+    arch = load_model(config_of(checkpoints("llama").path).model, ReferenceBackend(torch.float32)).arch
+    size = weight_bytes(arch, ReferenceBackend(torch.float32))
+    monkeypatch.setattr(loading, "memory_of", lambda _: Memory(size - 1, "made up"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WeightsWarning)
+        assert len(packed(monkeypatch, config_of(path))) == 2 * 4
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("qweight")]:
+        num_inputs = 8 * len(tensors[name])
+        tensors[name.replace("qweight", "g_idx")] = (torch.arange(num_inputs) // 32).flip(0).int()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(WeightsWarning, match="more than the"):
+        assert packed(monkeypatch, config_of(path)) == []
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
