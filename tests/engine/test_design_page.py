@@ -7,6 +7,7 @@ import importlib
 import itertools
 import math
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -71,14 +72,30 @@ def test_files_that_the_page_names_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def race() -> Any:
-    """The page's algorithm, as a module of its own."""
+def code() -> str:
+    """The page's algorithm."""
     [code] = re.findall(r"```python\n(.*?)```", section("A decoding algorithm of your own"), re.DOTALL)
     assert code.count("\n") < MAX_LINES
+    return code
+
+
+@pytest.fixture(scope="module")
+def race(code: str) -> Any:
+    """The same as a module of its own."""
     module = types.ModuleType("race_of_the_page")
     sys.modules[module.__name__] = module
     exec(compile(code, "docs/design.md", "exec"), module.__dict__)
     return module
+
+
+def test_the_pages_algorithm_has_strict_types(code: str, tmp_path: Path) -> None:
+    """It needs nothing of those that are skipped, which take ten seconds to read."""
+    (tmp_path / "race.py").write_text(code)
+    skipped = "[mypy-torch.*,transformers.*,ray.*,numpy.*,pagedec]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = True\ncache_dir = {tmp_path / 'cache'}\n{skipped}")
+    command = [sys.executable, "-m", "mypy", "race.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_pages_algorithm_runs(race: Any, tiny: Tiny, expected: list[Tokens]) -> None:
