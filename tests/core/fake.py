@@ -349,6 +349,8 @@ class FakeEngine:
         self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
         self.num_steps = 0
         self.failed: dict[str, RequestError] = {}
+        self.coming: set[int] = set()
+        """Blocks that a step which is out brings back from the host."""
 
     def step(self) -> list[Event]:
         plan = self.scheduler.plan(costs=self.costs())
@@ -370,7 +372,7 @@ class FakeEngine:
         pool, kv, size = self.scheduler.pools["target"], self.runner.kv["target"], self.runner.block_size
         content = {}
         for key, block in pool.block_of.items():
-            if not pool.pins[block]:  # else its last copy is still to come
+            if not pool.pins[block] and block not in self.coming:  # else its last copy is still to come
                 content[block, key] = kv[block * size : (block + 1) * size]
                 before = self._published.get((block, key), content[block, key])
                 assert content[block, key] == before, "a published block was overwritten"

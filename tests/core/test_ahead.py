@@ -17,7 +17,7 @@ from pagedec.core.forward import NO_INTS, Answers, LaneForward, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Child, Verdict
-from pagedec.core.request import KNOWN, Event, Failed, Progress
+from pagedec.core.request import KNOWN, Event, Failed, Progress, Request
 from pagedec.core.standing import SHARE
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvariantError
@@ -56,7 +56,7 @@ class LateEngine(FakeEngine):
         super().__init__(*arguments)
         self.runner = LateRunner(self.runner.models, self.scheduler.limits, self.scheduler.rules)
         self.out: StepPlan | None = None
-        self.num_ahead = self.num_behind_reports = 0
+        self.num_ahead = self.num_behind_reports = self.num_loaded_ahead = 0
         self.waits: Counter[Unforeseen] = Counter()
         self._rules: dict[int, Rules] = {}
         self._late: list[Event] = []  # what was brought while nobody stepped
@@ -97,6 +97,9 @@ class LateEngine(FakeEngine):
         events = self.scheduler.settle(plan, self.runner.execute(plan))
         self.failed |= {event.request.id: event.error for event in events if isinstance(event, Failed)}
         self.num_steps += 1
+        target = None if self.out is None else self.out.forwards.get("target")
+        self.coming = set() if target is None else {*target.offload_blocks[target.offload_places < 0].tolist()}
+        self.num_loaded_ahead += len(self.coming)
         self.check()
         return events
 
@@ -198,6 +201,23 @@ def test_nobody_gives_way_to_a_step_that_is_planned_ahead() -> None:
     assert second.num_preemptions > 0 and first.num_preemptions == 0
     assert any(short)
     engine.check_whole()
+
+
+@pytest.mark.parametrize("num_places", [1, 5, 60])
+def test_blocks_come_back_from_the_host_in_steps_planned_ahead(num_places: int) -> None:
+    """What they had was evicted by the step that is out, or before."""
+    told = []
+    for num_blocks, places in ((200, 0), (14, num_places)):
+        engine = late_engine(num_blocks, max_num_batched_tokens=8, num_offload_blocks=places)
+        requests: list[Request] = []
+        while len(requests) < 24 or not engine.scheduler.idle:
+            if (i := len(requests)) < 24:
+                requests.append(plain(str(i), [i % 4] * 13, 5 + i % 3).add(engine.scheduler))
+            engine.step()
+        engine.check_whole()
+        told.append([results(request) for request in requests])
+        assert (engine.num_loaded_ahead > 0) == (places > 0)
+    assert told[0] == told[1]
 
 
 def test_an_abort_and_lost_kv_while_two_steps_are_out() -> None:
