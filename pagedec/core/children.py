@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan, nan
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,12 +58,21 @@ def is_plain(request: Request, works: Sequence[Work]) -> bool:
     return all(work.draft is EMPTY and work.query is not None for work in works)
 
 
+class Descent(NamedTuple):
+    """A plain generation that was checked: the children, whose parents they are, and their stopping states."""
+
+    parents: list[Branch]
+    children: Children
+    stop_states: list[int]
+
+
 def check_generation(
-    request: Request, verdict: Verdict, children: Children, parents: Sequence[Branch], vocab_size: int
-) -> list[int]:
-    """The stopping state of each child of a plain generation. Raises `InvalidArgument` for children that have ended,
-    and for what else the verdict says wrong."""
-    history, decoder, stopping = request.history, request.decoder, request.stopping
+    request: Request, works: Sequence[Work], verdict: Verdict, children: Children, vocab_size: int
+) -> Descent:
+    """A generation that can be settled as it is. Raises `InvalidArgument` for children that have ended, and for what
+    else the verdict says wrong."""
+    history, decoder = request.history, request.decoder
+    parents = [works[place].branch for place in children.parents.tolist()]
     if verdict.done:
         check_verdict(history, request.branches, {}, Verdict(done=verdict.done), vocab_size)
     if len(children) > decoder.width:
@@ -74,6 +84,12 @@ def check_generation(
         heads = {(parent.tip, token) for parent, token in zip(parents, tokens, strict=True)}
         ways = [(tip, lengths[tip], (token,)) for tip, token in heads]
         check_settled(history, verdict.settled, ways, decoder, request.settled_length)
+    return Descent(parents, children, _stop_states(request, parents, tokens))
+
+
+def _stop_states(request: Request, parents: Sequence[Branch], tokens: Sequence[int]) -> list[int]:
+    """Those of the children. Raises `InvalidArgument` for one that has ended."""
+    history, stopping = request.history, request.stopping
     states = [parent.stop_state for parent in parents]
     longest = max((history.depth[parent.tip] for parent in parents), default=0)
     most = max((state & COUNT for state in states), default=0)

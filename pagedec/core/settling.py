@@ -3,13 +3,14 @@ request's alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from pagedec.core.cached import note_cached, offer
 from pagedec.core.checks import check_rank, check_told, check_verdict
-from pagedec.core.children import as_objects, check_children, check_generation, is_plain
+from pagedec.core.children import Descent, as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
 from pagedec.core.constraint import Forbidden
 from pagedec.core.cutting import cut_drawn
@@ -19,7 +20,7 @@ from pagedec.core.forward import LaneAnswers, split_rolled
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logprobs import Recorder, TokenLogprobs, forget_reports, reported
 from pagedec.core.plan import StepPlan, Work
-from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
+from pagedec.core.protocol import Answer, Child, Hypothesis, Query, Sample, Verdict
 from pagedec.core.reading import candidates_of, read_answer
 from pagedec.core.request import GONE, KNOWN, Branch, Event, Finished, Progress, Request, Settled
 from pagedec.core.resuming import resumed
@@ -78,7 +79,7 @@ class Settler:
             if work.report is not None and self._recorder is not None:
                 self._recorder.record(work)
         pool = self._copies["target"].pool
-        for request, group in groupby(works, key=_request_of):
+        for request, group in groupby(works, key=lambda work: work.request):
             self.current = request
             answered = [work for work in group if work.answers_something]
             if not answered:
@@ -159,31 +160,35 @@ class Settler:
     # ---- any decoder
     def _advance(self, request: Request, works: Sequence[Work]) -> None:
         queries, answers = self._answer_all(request, works)
-        try:
-            verdict = request.decoder.advance(queries, answers)
-            if isinstance(verdict, Verdict) and verdict.children is not None:
-                children = check_children(verdict, queries, request, self._vocab_size)
-                if is_plain(request, works):
-                    self._advance_gang(request, works, verdict, children)
-                    return
-                verdict = as_objects(verdict, children, queries)
-            evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
-            history, known = request.history, request.settled_length
-            check_verdict(history, request.branches, evaluated, verdict, self._vocab_size, request.decoder, known)
-            if self._recorder is not None:
-                self._recorder.record_paths(works, answers, verdict)
-                self._recorder.record_best(works, verdict, [answer.draft for answer in answers])
-            generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
-        except RequestError:
-            raise
-        except Forbidden as error:  # of `DecoderContext.ending`
-            raise RequestError(request.id, str(error)) from error
-        except PagedecError as error:
-            raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
-        except Exception as error:
-            raise RequestError(request.id, f"its decoder cannot advance: {told(error)}") from error
-        note_drafts(request, queries, answers, verdict)
-        self._apply(request, evaluated, verdict, generation)
+        with _blamed(request):
+            verdict, outcome = self._judged(request, works, queries, answers)
+        if isinstance(outcome, Descent):
+            request.hold(verdict.done)
+            request.branches = descend(request.history, request.branches, *outcome)
+            self._finish_generation(request, verdict, ())
+        else:
+            note_drafts(request, queries, answers, verdict)
+            self._apply(request, _drafts_of(queries, answers), verdict, outcome)
+
+    def _judged(
+        self, request: Request, works: Sequence[Work], queries: Sequence[Query], answers: Sequence[Answer]
+    ) -> tuple[Verdict, Descent | Generation]:
+        """What the decoder says, and what follows of it. Changes nothing but reports."""
+        verdict = request.decoder.advance(queries, answers)
+        if isinstance(verdict, Verdict) and verdict.children is not None:
+            children = check_children(verdict, queries, request, self._vocab_size)
+            if is_plain(request, works):
+                descent = check_generation(request, works, verdict, children, self._vocab_size)
+                if self._recorder is not None:
+                    self._recorder.record_best(works, verdict)
+                return verdict, descent
+            verdict = as_objects(verdict, children, queries)
+        history, known, evaluated = request.history, request.settled_length, _drafts_of(queries, answers)
+        check_verdict(history, request.branches, evaluated, verdict, self._vocab_size, request.decoder, known)
+        if self._recorder is not None:
+            self._recorder.record_paths(works, answers, verdict)
+            self._recorder.record_best(works, verdict, [answer.draft for answer in answers])
+        return verdict, self._generation(request, evaluated, verdict, ranks_of(request, verdict))
 
     def _answer_all(self, request: Request, works: Sequence[Work]) -> tuple[list[Query], list[Answer]]:
         queries, answers = [], []
@@ -206,17 +211,6 @@ class Settler:
         assert sampler is not None
         query = Query(work.branch, (Sample(sampler, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
-
-    def _advance_gang(self, request: Request, works: Sequence[Work], verdict: Verdict, children: Children) -> None:
-        """A generation that comes as arrays: no object a child, but for those that fork."""
-        branches = [work.branch for work in works]
-        parents = [branches[place] for place in children.parents.tolist()]
-        states = check_generation(request, verdict, children, parents, self._vocab_size)
-        if self._recorder is not None:
-            self._recorder.record_best(works, verdict)
-        request.hold(verdict.done)
-        request.branches = descend(request.history, request.branches, parents, children, states)
-        self._finish_generation(request, verdict, ())
 
     def _go_on(self, request: Request, works: Sequence[Work]) -> None:
         """What was told of the request before it was interrupted stands behind its prompt."""
@@ -340,6 +334,21 @@ class Generation(NamedTuple):
     progress: list[Event]
 
 
+@contextmanager
+def _blamed(request: Request) -> Iterator[None]:
+    """What goes wrong is a mistake of the request's decoder, which has changed nothing."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Forbidden as error:  # of `DecoderContext.ending`
+        raise RequestError(request.id, str(error)) from error
+    except PagedecError as error:
+        raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
+    except Exception as error:
+        raise RequestError(request.id, f"its decoder cannot advance: {told(error)}") from error
+
+
 def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
     """As `cut_drawn`. Raises `RequestError` for tokens that the constraint does not allow."""
     try:
@@ -370,8 +379,8 @@ def ranks_of(request: Request, verdict: Verdict) -> list[int]:
     return ranks
 
 
-def _request_of(work: Work) -> Request:
-    return work.request
+def _drafts_of(queries: Sequence[Query], answers: Sequence[Answer]) -> dict[Branch, Draft]:
+    return {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
 
 
 def _progress(request: Request, child: Child, rank: int, tokens: tuple[int, ...]) -> Progress:
