@@ -82,7 +82,7 @@ class Settler:
         for request, group in groupby(works, key=lambda work: work.request):
             self.current = request
             answered = [work for work in group if work.answers_something]
-            if not answered:
+            if not answered or request in self.failed:  # works of one request may stand in two places
                 continue
             try:
                 if request.resume is not None:
