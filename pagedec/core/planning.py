@@ -190,6 +190,8 @@ class Planner:
                     continue
                 depth = request.history.depth
                 for branch in request.branches:
+                    if branch.awaits == LAST:
+                        continue
                     pending = depth[branch.tip] - branch.table.length
                     num_chain += max(1, min(pending, self._limits.chunk))
                     num_extra += min(pending, self._limits.chunk) if pending > 1 else 0

@@ -267,18 +267,20 @@ def test_what_is_edited_is_asked_anew() -> None:
     assert not session.closed and session.history.depth[session.branches[0].tip] == 2 + 3
 
 
-def test_who_found_no_room_in_a_plan_that_came_to_nothing_is_asked_anew() -> None:
-    """All that run end with the step that is out: behind it their rows are the draft's, too."""
-    engine = late_engine(8, max_num_batched_tokens=16)
+@pytest.mark.parametrize("num_blocks", [8, 40])
+def test_rows_of_those_who_end_are_a_drafts(num_blocks: int) -> None:
+    """All that run end with the step that is out. Who finds no room before that is asked anew behind it."""
+    engine = late_engine(num_blocks, max_num_batched_tokens=16)
     scheduler = engine.scheduler
     six = Case("ends", SamplingParams(n=6, seed=1), [2, 3, 4, 5], None, Stopping(max_tokens=2))
     six.add(scheduler)
     engine._settle(engine._planned(scheduler.plan()))
     out = engine._planned(scheduler.plan())
     drafts = Case("drafts", GreedyDraftParams(), PROMPT, None, Stopping(max_tokens=20)).add(scheduler)
-    assert scheduler.plan_ahead() is None and drafts.started
+    ahead = engine._planned(scheduler.plan_ahead())
+    assert (ahead is None) == (num_blocks == 8) and drafts.started
     engine._settle(out)
-    plan = engine._planned(scheduler.plan())
+    plan = ahead or engine._planned(scheduler.plan())
     assert [work.draft.num_nodes for work in plan.works] == [16 - len(PROMPT)]
     engine._settle(plan)
     engine.run()
