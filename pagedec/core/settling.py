@@ -3,8 +3,7 @@ request's alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -160,8 +159,12 @@ class Settler:
     # ---- any decoder
     def _advance(self, request: Request, works: Sequence[Work]) -> None:
         queries, answers = self._answer_all(request, works)
-        with _blamed(request):
+        try:
             verdict, outcome = self._judged(request, works, queries, answers)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise RequestError(request.id, _mistake(error)) from error
         if isinstance(outcome, Descent):
             request.hold(verdict.done)
             request.branches = descend(request.history, request.branches, *outcome)
@@ -334,19 +337,11 @@ class Generation(NamedTuple):
     progress: list[Event]
 
 
-@contextmanager
-def _blamed(request: Request) -> Iterator[None]:
-    """What goes wrong is a mistake of the request's decoder, which has changed nothing."""
-    try:
-        yield
-    except RequestError:
-        raise
-    except Forbidden as error:  # of `DecoderContext.ending`
-        raise RequestError(request.id, str(error)) from error
-    except PagedecError as error:
-        raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
-    except Exception as error:
-        raise RequestError(request.id, f"its decoder cannot advance: {told(error)}") from error
+def _mistake(error: Exception) -> str:
+    """A decoder's, in words."""
+    if isinstance(error, Forbidden):  # of `DecoderContext.ending`
+        return str(error)
+    return f"its decoder cannot advance: {error if isinstance(error, PagedecError) else told(error)}"
 
 
 def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
