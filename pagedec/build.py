@@ -11,6 +11,7 @@ from pagedec import environment
 from pagedec.config import EngineConfig, ModelConfig, draft_config, names_draft_model
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
+from pagedec.engine.adapters import AdapterRegistry, ReadAdapter
 from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import Vocabulary
@@ -20,6 +21,7 @@ from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
+from pagedec.runtime.adapters import adapter_reader
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.loading import LoadedModel, build_worker, check_configuration, check_shares, load_whole
 from pagedec.text.tokenizer import Tokenizer
@@ -79,7 +81,8 @@ def assemble(
 ) -> Engine:
     """An engine over a loaded model, in this process, with caches of its own; with `draft`, rolls run on that model's
     lane; with `vocabulary`, requests may have stop strings and bad words."""
-    return build_engine(config, InlineExecutor(build_worker(config, loaded, draft)), eos_token_ids, vocabulary)
+    executor = InlineExecutor(build_worker(config, loaded, draft))
+    return build_engine(config, executor, eos_token_ids, vocabulary, adapter_reader(config, loaded.arch))
 
 
 def build_engine(
@@ -87,8 +90,9 @@ def build_engine(
     executor: Executor,
     eos_token_ids: tuple[int, ...],
     vocabulary: Vocabulary | None = None,
+    read_adapter: ReadAdapter | None = None,
 ) -> Engine:
-    """An engine that has its steps carried out by `executor`."""
+    """An engine that has its steps carried out by `executor`. `read_adapter`: None where the model takes none."""
     geometry = executor.geometry
     target, others = geometry.lanes["target"], {lane: g for lane, g in geometry.lanes.items() if lane != "target"}
     size, rows = config.cache.block_size, config.scheduler.max_num_batched_tokens
@@ -103,6 +107,7 @@ def build_engine(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=rows,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            num_adapter_places=config.lora.max_loras if config.lora.enable_lora else 0,
             num_offload_blocks=target.num_offload_blocks,
             max_positions={lane: known.max_model_len for lane, known in others.items()},
             vocab_sizes={lane: known.vocab_size for lane, known in others.items()},
@@ -121,6 +126,7 @@ def build_engine(
         sessions=SessionLimits(**dataclasses.asdict(config.session)),
         is_ahead=plans_ahead(config, executor),
         target_step_time=config.scheduler.target_step_time,
+        adapters=AdapterRegistry(read_adapter),
     )
 
 
@@ -206,4 +212,5 @@ def _engine_over(config: EngineConfig, executor: Executor, tokenizer: Tokenizer 
     complaint = geometry.kv_cache.complaint(target.max_model_len)
     if complaint is not None:
         warnings.warn(complaint, PoolWarning, stacklevel=4)  # who made the LLM
-    return build_engine(config, executor, ends, None if tokenizer is None else vocabulary_of(tokenizer))
+    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+    return build_engine(config, executor, ends, vocabulary, adapter_reader(config))

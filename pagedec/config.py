@@ -25,6 +25,7 @@ from pagedec.fields import (
     rules,
     strict,
 )
+from pagedec.lora import LoraConfig
 from pagedec.params import BeamSearchParams, SamplingParams
 from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 
@@ -275,6 +276,7 @@ ENGINE_GROUPS: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "session": SessionConfig,
+    "lora": LoraConfig,
     "parallel": ParallelConfig,
 }
 """The groups whose fields are engine arguments. Field names are unique over all of them."""
@@ -294,6 +296,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -305,12 +308,8 @@ class EngineConfig:
     def from_kwargs(cls, **values: Any) -> EngineConfig:
         """Make one from engine arguments by name; an unknown name is an error that lists the known ones."""
         check_names("the engine", values, engine_rules(), values)
-        return cls(
-            **{
-                name: group(**{key: values[key] for key in rules(group) if key in values})
-                for name, group in ENGINE_GROUPS.items()
-            }
-        )
+        groups = ENGINE_GROUPS.items()
+        return cls(**{name: group(**{k: values[k] for k in rules(group) if k in values}) for name, group in groups})
 
     @classmethod
     def from_file(cls, path: str | Path, **values: Any) -> EngineConfig:
@@ -344,7 +343,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     parallel = config.parallel
     if parallel.attention_backend in ATTENTION_PACKAGES:  # a draft's chains are rolled without the host, by our kernels
         parallel = dataclasses.replace(parallel, attention_backend="native")
-    return dataclasses.replace(config, model=model, cache=cache, parallel=parallel)
+    return dataclasses.replace(config, model=model, cache=cache, parallel=parallel, lora=LoraConfig())
 
 
 def names_draft_model(config: EngineConfig) -> bool:

@@ -159,7 +159,7 @@ class Number(Rule):
         parts += [f"above {self.above:g}" if self.above is not None else ""]
         parts += [f"at most {self.high:g}" if self.high is not None else ""]
         bits = " in 32 bits" if self.high is None or self.above is not None else ""
-        return ("0, or " if self.zero else "") + "a finite number " + " and ".join(filter(None, parts)) + bits
+        return ("0, or " if self.zero else "") + f"a finite number {' and '.join(filter(None, parts))}".rstrip() + bits
 
     def accept(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):

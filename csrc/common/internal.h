@@ -58,6 +58,7 @@ int check_gather(const pd_gather_args &);
 int check_route(const pd_route_args &);
 int check_experts(const pd_experts_args &);
 int check_combine(const pd_combine_args &);
+int check_lora(const pd_lora_args &);
 int check_probe_read(const pd_context *, const void *data, int64_t bytes, int32_t repeats);
 int check_probe_dot(const pd_context *, int32_t dtype, double seconds);
 int check_gumbel(const pd_context *, int32_t first_token, int32_t num_tokens, const float *out);
@@ -77,6 +78,12 @@ void experts_part(const pd_context &, const pd_experts_args &, int thread, int n
 void route_rows_part(const pd_route_args &, int thread, int num_threads);
 void route_part(const pd_route_args &, int thread, int num_threads);
 void combine_part(const pd_combine_args &, int thread, int num_threads);
+// A x of all rows, behind which all threads wait where it returns true (for all of them alike); then the outputs.
+bool lora_low_part(const pd_lora_args &, int thread, int num_threads);
+void lora_part(const pd_lora_args &, int thread, int num_threads);
+// Groups of 16 gates and the 16 outputs that they multiply, z [groups][2][16], to y [groups][16] in y_dtype: the bits
+// of a linear layer with that epilogue.
+void gate_outputs(int32_t epilogue, int32_t y_dtype, const float *z, int64_t groups, void *y);
 void embed_part(const pd_embed_args &, int thread, int num_threads);
 void rms_norm_part(const pd_rms_norm_args &, int thread, int num_threads);
 void layer_norm_part(const pd_layer_norm_args &, int thread, int num_threads);

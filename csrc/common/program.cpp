@@ -42,7 +42,8 @@ int check(const pd_op &op) {
     case PD_OP_ROUTE: return check_route(*(const pd_route_args *)op.args);
     case PD_OP_EXPERTS: return check_experts(*(const pd_experts_args *)op.args);
     case PD_OP_COMBINE: return check_combine(*(const pd_combine_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_COMBINE);
+    case PD_OP_LORA: return check_lora(*(const pd_lora_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_LORA);
   }
 }
 
@@ -70,6 +71,7 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_ROUTE: return route_part(*(const pd_route_args *)op.args, t, n);
     case PD_OP_EXPERTS: return experts_part(c, *(const pd_experts_args *)op.args, t, n);
     case PD_OP_COMBINE: return combine_part(*(const pd_combine_args *)op.args, t, n);
+    case PD_OP_LORA: return lora_part(*(const pd_lora_args *)op.args, t, n);
     case PD_OP_MEET: return;  // pd_run's own
     case PD_OP_ALL_GATHER:
     case PD_OP_GATHER: return;  // which no check lets through
@@ -79,6 +81,7 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
 // What all threads must be through with before a kernel's own part. True: they wait for one another.
 bool first_part(pd_context &c, const pd_op &op, int t, int n) {
   if (op.kind == PD_OP_GEMM) return gemm_quantize_part(c, *(const pd_gemm_args *)op.args, t, n);
+  if (op.kind == PD_OP_LORA) return lora_low_part(*(const pd_lora_args *)op.args, t, n);
   if (op.kind == PD_OP_BEST) best_rows_part(c, *(const pd_best_args *)op.args, t, n);
   if (op.kind == PD_OP_ROUTE) route_rows_part(*(const pd_route_args *)op.args, t, n);
   return op.kind == PD_OP_BEST || op.kind == PD_OP_ROUTE;
@@ -237,4 +240,5 @@ int pd_gather(pd_context *c, const pd_gather_args *a) { return single(c, PD_OP_G
 int pd_route(pd_context *c, const pd_route_args *a) { return single(c, PD_OP_ROUTE, a); }
 int pd_experts(pd_context *c, const pd_experts_args *a) { return single(c, PD_OP_EXPERTS, a); }
 int pd_combine(pd_context *c, const pd_combine_args *a) { return single(c, PD_OP_COMBINE, a); }
+int pd_lora(pd_context *c, const pd_lora_args *a) { return single(c, PD_OP_LORA, a); }
 }

@@ -76,6 +76,7 @@ int enqueue_gather(pd_context &, const pd_gather_args &);
 int enqueue_route(pd_context &, const pd_route_args &);
 int enqueue_experts(pd_context &, const pd_experts_args &);
 int enqueue_combine(pd_context &, const pd_combine_args &);
+int enqueue_lora(pd_context &, const pd_lora_args &);
 
 // Blocks of a grid that goes through all rows, however many the device finds: enough to fill it, whatever the step.
 constexpr int kBlocksAMultiprocessor = 8;

@@ -54,7 +54,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 12
+#define PD_ABI_VERSION 13
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -336,6 +336,7 @@ PD_EXPORT int pd_attention(pd_context *, const pd_attention_args *);
 #include "pagedec_readout.h"
 #include "pagedec_ranks.h"
 #include "pagedec_experts.h"
+#include "pagedec_lora.h"
 
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
@@ -343,7 +344,7 @@ typedef enum {
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
   PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY, PD_OP_ADD_PARTS, PD_OP_JOIN_PARTS, PD_OP_MEET,
   PD_OP_RESTRICT_LOGITS, PD_OP_COPY_ROWS, PD_OP_PICK_LOGITS, PD_OP_ALL_GATHER, PD_OP_GATHER,
-  PD_OP_ROUTE, PD_OP_EXPERTS, PD_OP_COMBINE
+  PD_OP_ROUTE, PD_OP_EXPERTS, PD_OP_COMBINE, PD_OP_LORA
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);

@@ -101,10 +101,13 @@ class LaneForward:
     kv_len: np.ndarray  # int32 [num_branches]: slots a branch's last row may look at
     block_table: np.ndarray  # int32 [num_branches, width]
     parents: np.ndarray | None = None  # int32 [num_rows] within the branch's, -1 on the chain; None: there are no trees
+    adapters: np.ndarray = _ints()  # int32 [num_rows]: the place of each row's adapter, -1: none; []: no row has one
     copy_src: np.ndarray = _ints()  # int32 [num_copies] slots, in order
     copy_dst: np.ndarray = _ints()
     offload_blocks: np.ndarray = _ints()  # int32 [num_moves], in order, before anything else: a block goes ...
     offload_places: np.ndarray = _ints()  # int32 [num_moves]: ... to place p of the host's tier, or comes from -1 - p
+    load_places: np.ndarray = _ints()  # int32 [num_loads]: places that have other adapters from here on ...
+    load_adapters: np.ndarray = _ints()  # int32 [num_loads]: ... the numbers of these
     fresh: np.ndarray = _ints()  # int32 [num_fresh] blocks taken since the last step: debug builds poison them first
     read_rows: np.ndarray = _ints()  # int32 [num_read]: the rows that are read out
     draws: np.ndarray = field(default_factory=lambda: NO_DRAWS)  # DRAW_DTYPE [num_draws]

@@ -43,7 +43,7 @@ class LaneBuilder:
     """Collects the rows of one lane's forward, branch by branch."""
 
     __slots__ = (
-        "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_logprobs", "_marks",
+        "_adapters", "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_logprobs", "_marks",
         "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_ends", "_roll_slots", "_rolls",
         "_starts", "_tables", "_tokens", "_topk", "_topk_k", "_verified", "pool",
     )  # fmt: skip
@@ -53,6 +53,7 @@ class LaneBuilder:
         self._tables: list[BlockTable] = []
         self._starts: list[int] = []  # cache index of each branch's first row
         self._counts: list[int] = []  # rows of each branch
+        self._adapters: list[int] = []  # the place of each branch's adapter, -1: it has none
         self._tokens: list[int] = []
         self._read_only: list[int] = []  # rows that write nothing
         self._parents: list[tuple[int, np.ndarray]] = []  # (first row, parents of the rows from there on)
@@ -75,12 +76,15 @@ class LaneBuilder:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def add_plain(self, table: BlockTable, start: int, token: int, record: bytes, banned: tuple[int, ...]) -> int:
+    def add_plain(
+        self, table: BlockTable, start: int, token: int, record: bytes, banned: tuple[int, ...], adapter: int = -1
+    ) -> int:
         """One pending token, and one token drawn from its row; returns the draw."""
         row = len(self._tokens)
         self._tables.append(table)
         self._starts.append(start)
         self._counts.append(1)
+        self._adapters.append(adapter)
         self._tokens.append(token)
         return self.draw(row, start + 1, record, banned)
 
@@ -95,12 +99,13 @@ class LaneBuilder:
         self._read_rows.append(row)
         return draw
 
-    def add_gang(self, tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
+    def add_gang(self, tables: Sequence[BlockTable], tokens: Sequence[int], adapter: int = -1) -> int:
         """One pending token of each of some branches; returns the first's row."""
         first = len(self._tokens)
         self._tables += tables
         self._starts += [table.length for table in tables]
         self._counts += [1] * len(tables)
+        self._adapters += [adapter] * len(tables)
         self._tokens += tokens
         return first
 
@@ -128,11 +133,19 @@ class LaneBuilder:
         self._read_rows += range(first_row, first_row + len(queries))
         return out
 
-    def add(self, table: BlockTable, start: int, tokens: Sequence[int], root: int, draft: Draft | Roll = EMPTY) -> int:
+    def add(
+        self,
+        table: BlockTable,
+        start: int,
+        tokens: Sequence[int],
+        root: int,
+        draft: Draft | Roll = EMPTY,
+        adapter: int = -1,
+    ) -> int:
         """The pending chain and the draft of one branch; without a pending token, a row that only reads the root's KV.
 
-        `root` is the last accepted token. Returns the row of the last chain token, which is the root where the chain is
-        whole.
+        `root` is the last accepted token, `adapter` the place of what the rows go through. Returns the row of the last
+        chain token, which is the root where the chain is whole.
         """
         first = len(self._tokens)
         chain: Sequence[int] = tokens
@@ -143,6 +156,7 @@ class LaneBuilder:
         self._tables.append(table)
         self._starts.append(start)
         self._counts.append(len(chain) + size)
+        self._adapters.append(adapter)
         self._tokens += chain
         last = first + len(chain) - 1
         if isinstance(draft, Roll):
@@ -271,8 +285,8 @@ class LaneBuilder:
         self._verified += enumerate(rolled, first_draw)
 
     # ---- laying out
-    def finish(self, copies: CopyPlan) -> LaneForward:
-        """The lane's forward. Copies and fresh blocks are the pool's own since the last one."""
+    def finish(self, copies: CopyPlan, loads: tuple[np.ndarray, np.ndarray] | None = None) -> LaneForward:
+        """The lane's forward. Copies and fresh blocks are the pool's own since the last one, `loads` the adapters'."""
         pool, size = self.pool, self.pool.block_size
         starts, counts = np.array(self._starts, np.int32), np.array(self._counts, np.int32)
         num_branches, num_rows = len(starts), len(self._tokens)
@@ -291,7 +305,9 @@ class LaneBuilder:
         if self._read_only:
             slots[self._read_only] = -1
         positions, parents = self._trees(index)
+        adapters = np.array(self._adapters, np.int32)
         copy_src, copy_dst = copies.arrays()
+        load_places, load_adapters = loads or (NO_INTS, NO_INTS)
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         moves = (NO_INTS, NO_INTS) if pool.offload is None else pool.offload.take_moves()
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _each(self._banned)
@@ -306,10 +322,13 @@ class LaneBuilder:
             kv_len=starts + counts,
             block_table=block_table,
             parents=parents,
+            adapters=adapters[branch_ids] if (adapters >= 0).any() else NO_INTS,
             copy_src=copy_src,
             copy_dst=copy_dst,
             offload_blocks=moves[0],
             offload_places=moves[1],
+            load_places=load_places,
+            load_adapters=load_adapters,
             fresh=fresh,
             read_rows=np.array(self._read_rows, np.int32),
             draws=self._draws(),

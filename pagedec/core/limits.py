@@ -25,6 +25,8 @@ class SchedulerLimits:
     max_chunk: int | None = None
     """Pending tokens of one branch in one step; None: as many as there are rows."""
     enable_prefix_caching: bool = True
+    num_adapter_places: int = 0
+    """Low-rank adapters that one step may have rows of."""
     num_offload_blocks: int = 0
     """Blocks of the target's lane that the host's memory keeps when the pool evicts them."""
     array_settle: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from pagedec.core.adapter_places import AdapterPlaces
 from pagedec.core.checks import check_queries
 from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand, Forecast
@@ -39,8 +40,8 @@ class Planner:
     """
 
     __slots__ = (
-        "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_spare", "_only",
-        "_parking", "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
+        "_adapters", "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_spare",
+        "_only", "_parking", "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class Planner:
         parking: Parking | None = None,
         is_ahead: bool = False,
         step_time: StepTime | None = None,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
         self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
@@ -65,6 +67,8 @@ class Planner:
         self._room, self._parking = Room(requests, step, self._asked, only, parking, is_ahead), parking
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
         weighing = None if costs is None else Weighing(costs, len(started))
+        self._adapters = adapters or AdapterPlaces(0)
+        self._adapters.begin()
         self._drafting = Drafting(limits, self._rows, copies, self._room, weighing)
         self._forecast: Forecast | None = None
         self._num_spare: int | None = None  # not counted yet
@@ -92,7 +96,8 @@ class Planner:
         for lane in sorted(self._copies, key=lambda lane: lane == "target"):
             builder, copies = self._builders[lane], self._copies[lane]
             if len(builder) or len(copies):
-                plan.forwards[lane] = builder.finish(copies)
+                loads = self._adapters.take_loads() if lane == "target" else None
+                plan.forwards[lane] = builder.finish(copies, loads)
                 plan.num_rows += len(builder)
             plan.copies[lane] = copies
         if plan.masks is not None:
@@ -107,17 +112,25 @@ class Planner:
     def _turns(self) -> Iterator[Request]:
         """Those that may run, in order. Behind the first that has to wait outside, only those that are inside
         already."""
-        only = self._only
         for request in self._requests:
-            if request.idle or (only is not None and request not in only):
+            if not self._may_run(request):
                 continue
             if not request.started and not self._lets_in(request):
                 inside = self._started[bisect_right(self._started, request.order, key=order_of) :]
-                yield from (
-                    other for other in inside if other.started and not other.idle and (only is None or other in only)
-                )
+                yield from (self._placed(other) for other in inside if other.started and self._may_run(other))
                 return
-            yield request
+            yield self._placed(request)
+
+    def _may_run(self, request: Request) -> bool:
+        """One whose adapter finds no place in this step waits for another, and holds nobody up."""
+        if request.idle or (self._only is not None and request not in self._only):
+            return False
+        return not request.adapter or self._adapters.has_room(request.adapter)
+
+    def _placed(self, request: Request) -> Request:
+        if request.adapter:
+            request.place = self._adapters.take(request.adapter)
+        return request
 
     def _lets_in(self, request: Request) -> bool:
         """Where nobody has a row yet, whoever is first comes in: something always advances."""

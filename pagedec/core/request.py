@@ -134,6 +134,10 @@ class Request:
     Nothing behind it is looked up in the prefix cache."""
     seed: int = 0
     """What names its randomness."""
+    adapter: int = 0
+    """The low-rank adapter that its rows go through; 0: none."""
+    place: int = -1
+    """Of its adapter, in the step that is planned; -1: it has none."""
     resume: Resume | None = None
     """What was told of its answers before it was interrupted, elsewhere; None: nothing, or it stands in the history."""
     num_forced_tokens: int = 0

@@ -120,7 +120,7 @@ class Rows:
         history, table, target = request.history, branch.tables["target"], self.target
         start, length = table.length, history.depth[branch.tip]
         tokens = history.slice(branch.tip, start, start + count)
-        root = target.add(table, start, tokens, history.token[branch.tip], draft)
+        root = target.add(table, start, tokens, history.token[branch.tip], draft, request.place)
         work = Work(request, branch, table, start, count, query=query, draft=draft)
         self._report_given(work, root - max(1, count) + 1)
         if query is not None and request.plain is not None and draft is EMPTY and len(branch.state) == 1:
@@ -145,7 +145,7 @@ class Rows:
         token that the branch awaits is named by its draw."""
         table, target = branch.tables["target"], self.target
         token = request.history.token[branch.tip] if branch.awaits == KNOWN else drawn_as(branch.awaits)
-        draw = target.add_plain(table, table.length, token, *self._draw_of(request, branch, sampler))
+        draw = target.add_plain(table, table.length, token, *self._draw_of(request, branch, sampler), request.place)
         work = Work(request, branch, table, table.length, 1, draw)
         self.plan.works.append(work)
         if request.marks_rows:
@@ -174,7 +174,7 @@ class Rows:
         tips = [query.branch.tip for query in queries]
         lengths = [depth[tip] for tip in tips]
         first_read = target.num_read
-        first = target.add_gang(tables, [token[tip] for tip in tips])
+        first = target.add_gang(tables, [token[tip] for tip in tips], request.place)
         slices = target.rank_gang(first, queries, lengths, request.stopping, request.arrival)
         for query, table, length, asks in zip(queries, tables, lengths, slices, strict=True):
             branch = query.branch

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from pagedec.core.adapter_places import AdapterPlaces
 from pagedec.core.ahead import foresee, unforeseen, written_by
 from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
@@ -46,6 +47,7 @@ class Scheduler:
             for lane, num in limits.num_blocks.items()
         }
         self.parking = Parking(self.pools)
+        self.adapters = AdapterPlaces(limits.num_adapter_places)
         self.requests: list[Request] = []  # in the order in which they run
         self.rules: dict[int, LogitsRules] = {}
         """What running requests have done to their logits, by the number that rows name: the request's arrival."""
@@ -200,6 +202,7 @@ class Scheduler:
         Nothing of what the pools say of themselves is used, so this also mends what was left half done.
         """
         self.plans = []
+        self.adapters.reset()
         for pool in self.pools.values():
             pool.reset()
         for request in self.requests:
@@ -266,7 +269,7 @@ class Scheduler:
             method.earn(self.step)
         plan = Planner(
             self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs,
-            self.parking if len(self.parking) else None, is_ahead, step_time,
+            self.parking if len(self.parking) else None, is_ahead, step_time, self.adapters,
         ).make()  # fmt: skip
         self._copies = self._new_copies()
         self.plans.append(plan)

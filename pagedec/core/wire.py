@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pagedec.core.adapter_places import AdapterFile, AdapterFiles
 from pagedec.core.forward import (
     BEST_GROUP_DTYPE,
     BEST_ROW_DTYPE,
@@ -31,7 +32,7 @@ from pagedec.core.forward import (
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
-MAGIC, VERSION = 0x50444543, 3
+MAGIC, VERSION = 0x50444543, 4
 FORWARDS, MASKS, ANSWERS, ROLLED = 1, 2, 3, 4
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
@@ -52,9 +53,10 @@ def _ints(*names: str) -> _Layout:
 _LANE: _Layout = (
     ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE), ("best_rows", BEST_ROW_DTYPE), ("best_groups", BEST_GROUP_DTYPE),
     *_ints(
-        "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst",
-        "offload_blocks", "offload_places", "fresh", "read_rows", "topk_rows", "logprob_rows", "logprob_tokens",
-        "banned_rows", "banned_tokens", "masked_rows", "roll_slots", "verified_draws", "verified_tokens",
+        "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "adapters", "copy_src",
+        "copy_dst", "offload_blocks", "offload_places", "load_places", "load_adapters", "fresh", "read_rows",
+        "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows", "roll_slots",
+        "verified_draws", "verified_tokens",
     ),
 )  # fmt: skip
 _PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE), ("of_logprobs", _INT))
@@ -74,13 +76,15 @@ _RULES: tuple[np.dtype[Any], ...] = (_INT, _INT, _INT, _INT, _DOUBLE, _DOUBLE)  
 
 
 class Step(NamedTuple):
-    """What a worker is told for one step: its forwards, the rules it does not know yet, and those that no request has
-    any more."""
+    """What a worker is told for one step: its forwards, the rules and adapters it does not know yet, and those that no
+    request has any more."""
 
     number: int
     forwards: Forwards
     new_rules: Mapping[int, LogitsRules]
     old_rules: Sequence[int]
+    new_adapters: AdapterFiles = {}
+    old_adapters: Sequence[int] = ()
 
 
 def awaits_rolled(step: Step) -> bool:
@@ -92,7 +96,8 @@ def awaits_rolled(step: Step) -> bool:
 # ------------------------------------------------------------------------------------------------------------- messages
 def pack_step(step: Step) -> np.ndarray:
     """The step as words."""
-    numbers, arrays = [step.number, len(step.forwards), len(step.new_rules)], list[np.ndarray | None]()
+    counts = len(step.forwards), len(step.new_rules), len(step.new_adapters)
+    numbers, arrays = [step.number, *counts], list[np.ndarray | None]()
     for forward in step.forwards.values():
         numbers += LANES.index(forward.lane), forward.topk_k
         arrays += _fields(forward, _LANE)
@@ -102,13 +107,17 @@ def pack_step(step: Step) -> np.ndarray:
     arrays.append(np.array(step.old_rules, _WIDE))
     for rules in step.new_rules.values():
         arrays += _arrays_of(rules)
+    arrays.append(np.array(list(step.new_adapters), _WIDE))
+    arrays.append(np.array(step.old_adapters, _WIDE))
+    for file in step.new_adapters.values():
+        arrays += map(_codes, file)
     return _pack(FORWARDS, numbers, arrays)
 
 
 def unpack_step(words: np.ndarray) -> Step:
     """The step that `pack_step` was given. Raises `InvariantError` for what is no such message."""
     message = _Message(words, FORWARDS)
-    number, num_lanes, num_rules = (message.number() for _ in range(3))
+    number, num_lanes, num_rules, num_adapters = (message.number() for _ in range(4))
     forwards: dict[str, LaneForward] = {}
     for _ in range(num_lanes):
         lane, topk_k = LANES[message.number()], message.number()
@@ -123,7 +132,11 @@ def unpack_step(words: np.ndarray) -> Step:
         )
     ids, old = message.array(_WIDE), message.array(_WIDE)
     rules = [_rules_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
-    return Step(number, forwards, dict(zip(ids.tolist(), rules, strict=True)), old.tolist())
+    new_rules = dict(zip(ids.tolist(), rules, strict=True))
+    adapters, gone = message.array(_WIDE), message.array(_WIDE)
+    files = [AdapterFile(_text(message.array(_INT)), _text(message.array(_INT))) for _ in range(num_adapters)]
+    new_adapters = dict(zip(adapters.tolist(), files, strict=True))
+    return Step(number, forwards, new_rules, old.tolist(), new_adapters, gone.tolist())
 
 
 def pack_masks(number: int, masks: Masks) -> np.ndarray:
@@ -190,6 +203,14 @@ def _rules_of(arrays: Sequence[Any]) -> LogitsRules:
     starts, tokens, biased, biases, numbers = (array.tolist() for array in arrays[1:])
     bad = tuple(tuple(tokens[first:stop]) for first, stop in zip(starts, starts[1:], strict=False))
     return LogitsRules(allowed, bad, tuple(zip(biased, biases, strict=True)), int(numbers[0]), *numbers[1:])
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.array([*map(ord, text)], _INT)
+
+
+def _text(codes: np.ndarray) -> str:
+    return "".join(map(chr, codes.tolist()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

@@ -17,6 +17,7 @@ from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Reque
 from pagedec.core.resuming import Resume, begin_resumed, check_resume
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
+from pagedec.engine.adapters import AdapterRegistry
 from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import DEFAULT_LOGPROBS, Options, Vocabulary, check_reports, read_options, with_seed
@@ -79,7 +80,9 @@ class Engine:
         sessions: SessionLimits | None = None,
         is_ahead: bool = False,
         target_step_time: float | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
+        self.adapters = adapters or AdapterRegistry()
         self.scheduler, self.limits, self.vocabulary = scheduler, limits, vocabulary
         self.seed, self.stats = seed, EngineStats()
         self.speculative = speculative
@@ -92,7 +95,7 @@ class Engine:
             text = vocabulary.pieces, vocabulary.special_ids, vocabulary.encode
             self.grammars = Grammars(limits.vocab_size, *text)
         self.steps = steps = Steps(
-            scheduler, executor, limits.vocab_size, self.stats, debug, is_ahead, target_step_time
+            scheduler, executor, limits.vocab_size, self.stats, debug, is_ahead, target_step_time, self.adapters
         )
         self._late: list[EngineEvent] = []  # what was brought while nobody stepped
         size, clock = scheduler.limits.block_size, lambda: steps.clock()
@@ -131,6 +134,7 @@ class Engine:
         home: Call | None = None,
         resume: Resume | None = None,
         options: Options | None = None,
+        adapter: int = 0,
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. Any thread may call it: several at the same
         time where all but one of them bring a seed, since those without are numbered.
@@ -139,8 +143,8 @@ class Engine:
         the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
         are shared only under the same `cache_salt`. With a `home` it goes out from that parked branch, whose tokens are
         the `prompt`. With `resume` its answers go on where that says, if its decoder `resumes`, else begin anew.
-        `options`: of the same parameters. Raises `InvalidArgument` for what could not run alone, `NotFound` for
-        parameters that no decoder has registered.
+        `options`: of the same parameters. `adapter`: the number of the one it goes through; 0: none. Raises
+        `InvalidArgument` for what could not run alone, `NotFound` for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
@@ -161,7 +165,7 @@ class Engine:
             options.stopping,
             limit,
             priority=priority,
-            salt=cache_salt,
+            salt=self.adapters.salted(adapter, cache_salt),
             eos_token_ids=limits.eos_token_ids,
             rules=options.rules,
             reporting=options.reporting,
@@ -169,6 +173,7 @@ class Engine:
             home=home,
         )
         request.limited_by, request.max_time, request.seed = limited_by, params.max_time, seeded.seed or 0
+        request.adapter = adapter
         if resume is not None:
             reports = options.reporting.num_logprobs is not None
             check_resume(resume, params.num_answers, limit - len(prompt), limits.vocab_size, reports)
@@ -194,6 +199,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
+        if request.adapter:
+            self.adapters.hold(request.adapter)
         self.scheduler.add(request)
         self._arrived[request] = now = self.clock()
         if request.max_time is not None:
@@ -330,6 +337,8 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self._arrived.pop(request, None) is not None:
             self.stats.ended.add(request)
+            if request.adapter:
+                self.adapters.release(request.adapter)
         self.steps.begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)

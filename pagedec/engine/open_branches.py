@@ -44,6 +44,8 @@ class Owner:
     priority: int
     ttl: float | None
     prompt_length: int
+    adapter: int = 0
+    """The number of the one that its calls go through; 0: none."""
     branches: dict[str, OpenBranch] = field(default_factory=dict)
     """By name, in the order in which they were made."""
     last_used: float = 0.0

@@ -46,8 +46,8 @@ class Sessions:
         """Branches that clients have had forked, tokens that they have taken back, and branches that were closed."""
 
     # ---- what a client does
-    def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int, ttl: float | None,
-    ) -> OpenBranch:  # fmt: skip
+    def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int,
+             ttl: float | None, adapter: int = 0) -> OpenBranch:  # fmt: skip
         """A new session with one branch. Raises `InvalidArgument` for a prompt that could not be gone on with, and
         `SessionLimit`."""
         self.tidy(engine)
@@ -57,10 +57,10 @@ class Sessions:
         engine.check_tokens("prompt", tokens)
         self._check_branches(None, 1)
         self._check_size(None, len(tokens))
-        history = History(self._block_size, salt)
+        history = History(self._block_size, engine.adapters.salted(adapter, salt))
         tip = history.append(0, tokens)
         ttl = self.limits.session_ttl if ttl is None else ttl
-        owner = Owner(history, seed, salt, priority, ttl, len(tokens))
+        owner = Owner(history, seed, salt, priority, ttl, len(tokens), adapter)
         self.owners[owner] = None
         branch = self._named(owner, ROOT, (history, tip), self._new_tables())
         self._used(owner)
@@ -146,7 +146,8 @@ class Sessions:
         seed = owner.seed if params.seed is None else params.seed
         named = with_seed(params, seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)
-        request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call, options=options)
+        whose = owner.priority, owner.salt
+        request = engine.admit(request_id, branch.tokens(), named, *whose, call, None, options, owner.adapter)
         branch.call = call
         call.owner, call.num_promised, call.num_coming = owner, num_promised, params.num_answers if name == "all" else 0
         call.size_before = len(owner.history)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.costs import StepCosts, StepShape, StepTime
 from pagedec.core.forward import Answers, Rules, asks_draws_alone
 from pagedec.core.plan import StepPlan
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Event, Request
 from pagedec.core.scheduler import Scheduler
+from pagedec.engine.adapters import AdapterRegistry
 from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
@@ -25,10 +27,11 @@ from pagedec.executor.base import Executor, Pending
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is planned, with the rules of those that it was planned for."""
+    """A step that is planned, with the rules of those that it was planned for, and the adapters that they may name."""
 
     plan: StepPlan
     rules: Rules
+    adapters: AdapterFiles
     host_seconds: float
     """That planning has taken; below 0: it was planned beside another step, whose time it shares."""
     answers: Pending | None = None
@@ -60,9 +63,10 @@ class Steps:
         debug: bool,
         is_ahead: bool,
         target_time: float | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._scheduler, self.executor, self._vocab_size, self._stats = scheduler, executor, vocab_size, stats
-        self._debug, self.is_ahead = debug, is_ahead
+        self._debug, self.is_ahead, self._adapters = debug, is_ahead, adapters or AdapterRegistry()
         self.clock: Callable[[], float] = time.perf_counter
         self._recovery = Recovery()
         self._pace: StepPace | None = None
@@ -123,7 +127,7 @@ class Steps:
                 began, now = now, self.clock()
                 if not plan.forwards:
                     return self._scheduler.settle(plan, {}), now
-                self._out.append(Flight(plan, self._scheduler.rules, now - began))
+                self._out.append(Flight(plan, self._scheduler.rules, self._adapters.files, now - began))
                 self._begin(self._out[0], now)
             if not self._out[0].has_failed:
                 now = self._plan_ahead(now)
@@ -142,7 +146,7 @@ class Steps:
         now, rules = self.clock(), dict(self._scheduler.rules)  # some may end before it is begun
         self._stats.plan_seconds += now - began
         self._note_begun(plan, now)
-        self._out.append(Flight(plan, rules, -1.0))
+        self._out.append(Flight(plan, rules, self._adapters.files, -1.0))
         if asks_draws_alone(plan.forwards):
             self._begin(self._out[1], now)
         return now
@@ -154,7 +158,7 @@ class Steps:
         self._note_blocks()
         self._note_begun(plan, now)
         try:
-            flight.answers = self.executor.execute(plan.forwards, flight.rules, plan.masks)
+            flight.answers = self.executor.execute(plan.forwards, flight.rules, plan.masks, flight.adapters)
         except Exception as error:  # it is this step's, whichever is waited for first
             (failed := Future[Answers]()).set_exception(error)
             flight.answers = failed

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
+from pagedec.core.adapter_places import AdapterFile, AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.logits_rules import LogitsRules
+from pagedec.core.wire import Step
 from pagedec.runtime.geometry import Geometry
+
+NO_ADAPTERS: AdapterFiles = {}
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -30,12 +35,14 @@ class Executor(Protocol):
     restart_seconds: float
     """What that took, in all."""
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
+    def execute(
+        self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
+    ) -> Pending:
         """Carry out one step's forwards, by lane, or begin to. Raises nothing: what went wrong is the answers' to tell.
 
-        `rules` are those of all running requests. `masks` gives those of the target's `masked_rows`; it is called when
-        the forwards are on their way, so that what it does costs nothing as long as the device is busy, with the tokens
-        that the draft lane has rolled for the target.
+        `rules` are those of all running requests, `adapters` the files of all that they may name. `masks` gives those
+        of the target's `masked_rows`; it is called when the forwards are on their way, so that what it does costs
+        nothing as long as the device is busy, with the tokens that the draft lane has rolled for the target.
         """
 
     @property
@@ -52,17 +59,26 @@ class Executor(Protocol):
         """Give up the device. No step may follow."""
 
 
-class RuleNews:
-    """Which rules a worker has been told: each once, and once that nobody has them any more."""
+class News:
+    """Which rules and adapters a worker has been told: each once, and once that nobody has them any more."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self._rules: _Known[LogitsRules] = _Known()
+        self._adapters: _Known[AdapterFile] = _Known()
 
-    def of(self, rules: Rules) -> tuple[dict[int, LogitsRules], Sequence[int]]:
-        """What to tell it now: rules that it does not know, and numbers to forget."""
-        if rules.keys() == self._known:
+    def step(self, number: int, forwards: Forwards, rules: Rules, adapters: AdapterFiles = NO_ADAPTERS) -> Step:
+        """A step with what a worker is told now: what it does not know, and numbers to forget."""
+        return Step(number, forwards, *self._rules.news(rules), *self._adapters.news(adapters))
+
+
+class _Known(Generic[T]):
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+
+    def news(self, now: Mapping[int, T]) -> tuple[dict[int, T], Sequence[int]]:
+        if now.keys() == self._numbers:
             return {}, ()
-        new = {rule_id: processing for rule_id, processing in rules.items() if rule_id not in self._known}
-        old = tuple(self._known - rules.keys())
-        self._known = set(rules)
+        new = {number: own for number, own in now.items() if number not in self._numbers}
+        old = tuple(self._numbers - now.keys())
+        self._numbers = set(now)
         return new, old

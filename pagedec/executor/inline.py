@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
-from pagedec.core.wire import Step
 from pagedec.errors import DeviceLost
-from pagedec.executor.base import Pending, RuleNews
+from pagedec.executor.base import NO_ADAPTERS, News, Pending
 from pagedec.runtime.worker import Begun, Worker
 
 
@@ -19,23 +19,25 @@ class InlineExecutor:
     def __init__(self, worker: Worker) -> None:
         self.worker: Worker | None = worker
         self.geometry, self.overlaps = worker.geometry, worker.overlaps
-        self._news = RuleNews()
+        self._news = News()
         self._num_steps = 0
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
+    def execute(
+        self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
+    ) -> Pending:
         future: Future[Answers] = Future()
         try:
             if self.worker is None:
                 raise RuntimeError("the executor is stopped")
             self._num_steps += 1
-            step = Step(self._num_steps, forwards, *self._news.of(rules))
+            step = self._news.step(self._num_steps, forwards, rules, adapters)
             if self.worker.begins(step):
                 return _Begun(self.worker, self.worker.begin(step))
             future.set_result(self.worker.execute(step, masks))
         except Exception as error:  # the engine decides what a failed step means
             future.set_exception(_failure(error, self.worker))
-        except BaseException:  # an interrupt: nobody knows which rules the worker was told
-            self._news = RuleNews()
+        except BaseException:  # an interrupt: nobody knows what the worker was told
+            self._news = News()
             raise
         return future
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from pagedec.config import POOL_SIZES, EngineConfig
+from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
-from pagedec.core.wire import Step
 from pagedec.errors import MAX_PROBLEM, InvariantError, WorkersGone, cut
-from pagedec.executor.base import Pending, RuleNews
+from pagedec.executor.base import NO_ADAPTERS, News, Pending
 from pagedec.executor.group import StepRefused, WorkerGroup
 from pagedec.runtime.geometry import Geometry
 
@@ -55,7 +55,7 @@ class RemoteExecutor:
         self.geometry = self._group.load(config)
         self.overlaps = self.geometry.overlaps  # workers on processors need those that the engine would plan on
         self._alive: WorkerGroup | None = self._group
-        self._news = RuleNews()
+        self._news = News()
         self._num_steps, self._owner = 0, os.getpid()
         self._num_lost = self._num_failed = 0
         self.num_restarts, self.restart_seconds = 0, 0.0
@@ -83,9 +83,11 @@ class RemoteExecutor:
         """Of the first of them."""
         return self.pids[0]
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
+    def execute(
+        self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
+    ) -> Pending:
         try:
-            return _Told(self, self._begin(forwards, rules, masks), self._num_steps)
+            return _Told(self, self._begin(forwards, rules, masks, adapters), self._num_steps)
         except Exception as error:  # the engine decides what it means
             (failed := Future[Answers]()).set_exception(error)
             return failed
@@ -104,14 +106,14 @@ class RemoteExecutor:
             self._alive.stop()
             self._alive = None
 
-    def _begin(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None) -> WorkerGroup:
+    def _begin(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None, adapters: AdapterFiles) -> WorkerGroup:
         if self._stopped:
             raise RuntimeError("the executor is stopped")
         self._refuse_forks()
         group = self._alive or self._restart()
         self._num_steps += 1
         with self._lost_with(group):
-            group.begin(Step(self._num_steps, forwards, *self._news.of(rules)), masks)
+            group.begin(self._news.step(self._num_steps, forwards, rules, adapters), masks)
         return group
 
     def take(self, group: WorkerGroup, number: int) -> Answers:
@@ -182,7 +184,7 @@ class RemoteExecutor:
                     raise WorkersGone(self._num_failed, self._cause) from error
         self._num_failed = 0
         self._group = self._alive = group
-        self._news = RuleNews()
+        self._news = News()
         seconds = time.monotonic() - began
         self.num_restarts, self.restart_seconds = self.num_restarts + 1, self.restart_seconds + seconds
         _log.warning("the worker processes %s go on after %.1f s", _listed(self.pids), seconds)

@@ -6,5 +6,6 @@ Read in this order:
 - `files`, `values`, `mapping`: JSON read with named errors, checks of single values, files as memory maps.
 - `source`: the one interface of all weights, and the check that they are those that a model needs.
 - `safetensors`, `gguf/`, `dummy`: what implements it. `weights` chooses among them.
+- `lora`: adapters of linear layers, from PEFT's directories (`peft_config`) or llama.cpp's files (`gguf/adapter`).
 - `generation`: what a model's makers recommend for drawing its tokens.
 """

@@ -59,7 +59,7 @@ class RenamedSource:
         self._source = source
         self._stored: dict[str, str] = {}
         for stored in source.names():
-            name = _renamed(stored, renames)
+            name = renamed(stored, renames)
             if name is None:
                 continue
             if name in self._stored:
@@ -96,7 +96,7 @@ class RenamedSource:
         self._source.release()
 
 
-def _renamed(name: str, renames: Sequence[tuple[str, str | None]]) -> str | None:
+def renamed(name: str, renames: Sequence[tuple[str, str | None]]) -> str | None:
     for pattern, replacement in renames:
         if replacement is None:
             if re.fullmatch(pattern, name):

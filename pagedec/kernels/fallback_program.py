@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pagedec.kernels import reference, reference_experts
+from pagedec.kernels import reference, reference_experts, reference_lora
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, Backend, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.experts import ExpertChoice, Routes
 from pagedec.kernels.link import Link
+from pagedec.kernels.lora import LoraWeights
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_blocks import BlockLinear
@@ -150,6 +151,24 @@ class ReferenceProgram:
         def run() -> None:
             n = int(rows)
             _linear(x[:n], weight, y[:n], epilogue)
+
+        self._kernels.append(run)
+
+    def lora(
+        self,
+        rows: torch.Tensor,
+        adapters: torch.Tensor,
+        x: torch.Tensor,
+        weights: LoraWeights,
+        low: torch.Tensor,
+        y: torch.Tensor,
+        epilogue: Epilogue = Epilogue.ADD,
+        z: torch.Tensor | None = None,
+    ) -> None:
+        def run() -> None:
+            n = int(rows)
+            updated = reference_lora.lora(adapters[:n], x[:n], weights, (y if z is None else z)[:n])
+            y[:n] = updated if z is None else gated_product(updated, epilogue)
 
         self._kernels.append(run)
 

@@ -39,6 +39,7 @@ from pagedec.kernels.records import (
     KvKind,
     LayerKind,
     LayerNormArgs,
+    LoraArgs,
     MeetArgs,
     Op,
     OpKind,
@@ -65,12 +66,12 @@ __all__ = [
     "CopyRowsArgs", "CUDA", "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISAS", "Epilogue",
     "ExpertsArgs", "ExpertScore", "GatherArgs", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs",
     "KvKind", "LayerKind", "LayerNormArgs", "Library", "LibraryNotFound", "library_directories", "load",
-    "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs", "Quantization",
-    "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "RouteArgs", "Rules",
-    "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "loadable_isas", "LoraArgs", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs",
+    "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "RouteArgs",
+    "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISAS = environment.EMULATED_ISAS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedec.kernels import native_experts
+from pagedec.kernels import native_experts, native_lora
 from pagedec.kernels.addresses import address
 from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope, are_of_all_heads
 from pagedec.kernels.library import (
@@ -210,6 +210,7 @@ class NativeProgram:
         self.add(record, rows, x, weight, y)
 
     route, experts, combine = native_experts.route, native_experts.experts, native_experts.combine
+    lora = native_lora.lora
 
     def rope_kv_write(
         self,

@@ -9,6 +9,7 @@ import torch
 
 from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.experts import ExpertChoice, Routes
+from pagedec.kernels.lora import LoraWeights
 from pagedec.kernels.records import Epilogue
 
 
@@ -68,6 +69,22 @@ class Program(Protocol):
     def linear(
         self, rows: torch.Tensor, x: torch.Tensor, weight: Any, y: torch.Tensor, epilogue: Epilogue = Epilogue.STORE
     ) -> None: ...
+
+    def lora(
+        self,
+        rows: torch.Tensor,
+        adapters: torch.Tensor,
+        x: torch.Tensor,
+        weights: LoraWeights,
+        low: torch.Tensor,
+        y: torch.Tensor,
+        epilogue: Epilogue = Epilogue.ADD,
+        z: torch.Tensor | None = None,
+    ) -> None:
+        """What each row's adapter adds to a linear layer that has read x [rows, k]. adapters int32 [rows]: the place
+        of each in `weights`, -1: it has none. With ADD y [rows, n] is added to, fp32 or in the backend's dtype; with a
+        gated epilogue y [rows, n / 2] becomes that of z fp32 [rows, n], the layer's outputs, and what is added. low
+        fp32 [rows * num_parts * rank] is worked in."""
 
     def route(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-from pagedec.kernels.records_linear import CombineArgs, ExpertsArgs, GemmArgs, RouteArgs, Segment
+from pagedec.kernels.records_linear import CombineArgs, ExpertsArgs, GemmArgs, LoraArgs, RouteArgs, Segment
 from pagedec.kernels.records_ranks import AddPartsArgs, AllGatherArgs, GatherArgs, JoinPartsArgs, MeetArgs
 from pagedec.kernels.records_readout import (
     CHAIN_DTYPE,
@@ -36,7 +36,7 @@ __all__ = [
     "AddPartsArgs", "AllGatherArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup",
     "BestRow", "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CombineArgs", "CopyRowsArgs", "Draw", "Dtype",
     "EmbedArgs", "Epilogue", "ExpertsArgs", "ExpertScore", "GatherArgs", "GemmArgs", "JoinPartsArgs", "KvCopyArgs",
-    "KvKind", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind", "PickLogitsArgs",
+    "KvKind", "LayerKind", "LayerNormArgs", "LoraArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind", "PickLogitsArgs",
     "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
     "RopeKvWriteArgs", "RouteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
@@ -132,6 +132,7 @@ class OpKind(IntEnum):
     ROUTE = 23
     EXPERTS = 24
     COMBINE = 25
+    LORA = 26
 
 
 class EmbedArgs(Structure):
@@ -331,6 +332,7 @@ C_NAMES: dict[type[Structure], str] = {
     RouteArgs: "pd_route_args",
     ExpertsArgs: "pd_experts_args",
     CombineArgs: "pd_combine_args",
+    LoraArgs: "pd_lora_args",
     Op: "pd_op",
     ProgramRecord: "pd_program",
     RollChain: "pd_chain",
@@ -363,4 +365,5 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     RouteArgs: OpKind.ROUTE,
     ExpertsArgs: OpKind.EXPERTS,
     CombineArgs: OpKind.COMBINE,
+    LoraArgs: OpKind.LORA,
 }

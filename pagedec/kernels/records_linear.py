@@ -1,4 +1,4 @@
-"""The records of linear layers, plain ones and those of experts."""
+"""The records of linear layers, plain ones and those of experts, and of low-rank updates."""
 
 from __future__ import annotations
 
@@ -86,4 +86,30 @@ class CombineArgs(Structure):
         ("num_chosen", c_int32),
         ("add", c_int32),
         ("reserved", c_int32),
+    ]
+
+
+class LoraArgs(Structure):
+    """Low-rank updates of a layer's outputs, each row's by its own adapter."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("adapters", c_void_p),
+        ("x", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("scales", c_void_p),
+        ("ranks", c_void_p),
+        ("parts", c_void_p),
+        ("low", c_void_p),
+        ("z", c_void_p),
+        ("y", c_void_p),
+        ("num_places", c_int32),
+        ("num_parts", c_int32),
+        ("rank", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("dtype", c_int32),
+        ("y_dtype", c_int32),
+        ("epilogue", c_int32),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pagedec.core.forward import NO_INTS
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.experts import Routes
 from pagedec.kernels.link import Link
@@ -62,15 +63,36 @@ class MixtureBuffers:
         self.shared_out, self.gates = zeros((weighed, hidden), f32), zeros((weighed, 1), f32)
 
 
+class AdapterBuffers:
+    """What rows' low-rank adapters are told by, and work in: places int32 [max_rows], of which -1 is none; low fp32
+    [max_rows * low_width]; z fp32 [max_rows, 2 * mlp_width], a gated layer's outputs before its gates."""
+
+    def __init__(self, low_width: int, max_rows: int, mlp_width: int, backend: Backend) -> None:
+        self.places = backend.zeros((max_rows,), torch.int32)
+        self.low = backend.zeros((max_rows * low_width,), torch.float32)
+        self.z = backend.zeros((max_rows, 2 * mlp_width), torch.float32)
+        self._write, self._nobody, self._is_used = backend.write, np.full(max_rows, -1, np.int32), True
+        self.load(NO_INTS)
+
+    def load(self, places: np.ndarray) -> None:
+        """The places of a step's rows; none: no row has one."""
+        if len(places):
+            self._write(self.places, places)
+        elif self._is_used:
+            self._write(self.places, self._nobody)
+        self._is_used = len(places) > 0
+
+
 class StepBuffers:
     """Inputs and activations of one lane. `num_rows` rows of each count in a step, `num_read` rows of the read-out.
 
     token_ids, positions, slots int32 [max_rows]; read_rows int32 [READ_ROWS]; x fp32 [max_rows, hidden] is the residual
     stream; block fp32 [max_rows, hidden] a block's output, where the model norms that; logits fp32 [READ_ROWS, vocab];
-    the rest in the model's dtype.
+    the rest in the model's dtype. `low_width`: the most numbers that a row's adapter makes of a layer's inputs; 0:
+    there are none.
     """
 
-    def __init__(self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int) -> None:
+    def __init__(self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int, low_width: int = 0) -> None:
         f32, own, zeros = torch.float32, backend.dtype, backend.zeros
 
         def ints(size: int) -> torch.Tensor:
@@ -92,18 +114,25 @@ class StepBuffers:
         self.mixture: MixtureBuffers | None = None
         if arch.mixture is not None:
             self.mixture = MixtureBuffers(arch.mixture, arch.hidden_size, max_rows, backend)
+        self.adapters: AdapterBuffers | None = None
+        if low_width:
+            self.adapters = AdapterBuffers(low_width, max_rows, mlp_width, backend)
         link = backend.link
         self.ranks = None if link is None else RankBuffers(link, max_rows, arch.hidden_size, arch.vocab_size)
         self.logits = zeros((READ_ROWS if link is None or link.rank == 0 else 0, arch.vocab_size), f32)
 
-    def load(self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
-        """Put a step's rows in place."""
+    def load(
+        self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, adapters: np.ndarray = NO_INTS
+    ) -> None:
+        """Put a step's rows in place, `adapters` as in `LaneForward`."""
         n, write = len(token_ids), self._write
         assert n <= self.max_rows, f"{n} rows in a step; at most {self.max_rows} fit"
         write(self.num_rows, np.array([n], np.int32))
         write(self.token_ids, token_ids)
         write(self.positions, positions)
         write(self.slots, slots)
+        if self.adapters is not None:
+            self.adapters.load(adapters)
 
     def load_read(self, rows: np.ndarray) -> torch.Tensor:
         """Choose the rows to read out; the view of the logits that will hold them."""

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan
+from pagedec.kernels.lora import LoraWeights
 from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
+from pagedec.models.adapters import Adapters
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 
@@ -37,6 +39,8 @@ class Model(Protocol):
 
     arch: Architecture
     backend: Backend
+    adapters: Adapters | None
+    """Places for low-rank adapters of its layers; None: it has none."""
 
     def attention_shapes(self, block_size: int) -> tuple[AttentionShape, ...]:
         """Return one shape for each kind of layer: those that see everything, those with a window."""
@@ -53,6 +57,7 @@ class RecordedModel(ABC):
 
     arch: Architecture
     backend: Backend
+    adapters: Adapters | None = None
 
     def record_embedding(
         self,
@@ -76,15 +81,32 @@ class RecordedModel(ABC):
         p.sum_parts(b.num_rows, parts, b.x, add=False)
 
     def record_sum(
-        self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, out: torch.Tensor, add: bool
+        self,
+        p: Program,
+        b: StepBuffers,
+        y: torch.Tensor,
+        weight: Any,
+        out: torch.Tensor,
+        add: bool,
+        updates: LoraWeights | None = None,
     ) -> None:
-        """Record out fp32 [rows, hidden] = y W^T, or += that, where y is what a rank has of a block's inside."""
+        """Record out fp32 [rows, hidden] = y W^T, or += that, where y is what a rank has of a block's inside. With
+        `updates`, what rows' adapters add to W is in it."""
         if b.ranks is None:
             p.linear(b.num_rows, y, weight, out, Epilogue.ADD if add else Epilogue.STORE)
+            self.record_updates(p, b, y, updates, out)
             return
         parts = b.ranks.next_parts()
         p.linear(b.num_rows, y, weight, parts[b.ranks.rank])
+        self.record_updates(p, b, y, updates, parts[b.ranks.rank])
         p.sum_parts(b.num_rows, parts, out, add)
+
+    def record_updates(
+        self, p: Program, b: StepBuffers, x: torch.Tensor, updates: LoraWeights | None, out: torch.Tensor
+    ) -> None:
+        """Record out += what rows' adapters make of x."""
+        if updates is not None and b.adapters is not None:
+            p.lora(b.num_rows, b.adapters.places, x, updates, b.adapters.low, out)
 
     def record_logits(self, p: Program, b: StepBuffers, weight: Any) -> None:
         """Record logits of what `read` holds; of several ranks the first has all."""

@@ -20,6 +20,7 @@ from pagedec.formats.source import WeightSource, check_weights
 from pagedec.formats.weights import open_weights
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.device import DeviceBackend
+from pagedec.models.adapters import Adapters, LoraSizes
 from pagedec.models.architecture import OUTPUT, Architecture
 from pagedec.models.families import (
     dots1,
@@ -57,6 +58,7 @@ from pagedec.models.model import Model
 from pagedec.models.packing import STORED
 from pagedec.models.presets import PRESETS
 from pagedec.models.sharding import ShardedSource, longest_block, part_of, sharded
+from pagedec.models.transformer import Transformer
 
 _log = logging.getLogger(__name__)
 
@@ -183,6 +185,12 @@ def _check_heads(arch: Architecture, backend: Backend) -> None:
         raise InvalidArgument("head_dim", arch.head_dim, "must be a multiple of 16 up to 256 with compiled kernels")
 
 
+def check_adapters(arch: Architecture) -> None:
+    """Raise InvalidArgument where a model's layers cannot have low-rank adapters. Reads no weights."""
+    if isinstance(arch, HostedArchitecture) or FAMILIES[arch.name].model is not Transformer:
+        raise InvalidArgument("enable_lora", True, f"must be false for {arch.name}, whose layers take no adapters")
+
+
 def check_ranks(arch: Architecture, world: int) -> None:
     """Raise InvalidArgument where so many ranks cannot share the model. Reads no weights."""
     if world > 1 and isinstance(arch, HostedArchitecture):
@@ -195,27 +203,40 @@ def check_ranks(arch: Architecture, world: int) -> None:
         part_of(arch, 0, world)
 
 
-def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
+def build_model(
+    arch: Architecture, source: WeightSource, backend: Backend, max_position: int, lora: LoraSizes | None = None
+) -> Model:
     """Take the weights into the backend's form, or a rank's part of them where the backend has a link; positions below
-    `max_position` can be evaluated.
+    `max_position` can be evaluated. `lora`: what places low-rank adapters have; None: none.
 
     Raises InvalidArgument for heads that compiled kernels do not attend with.
     """
     _check_heads(arch, backend)
+    whole, part = arch, None
     if backend.link is not None:
         rank, world = backend.link.rank, backend.link.world
         part = part_of(arch, rank, world)
         if backend.quantization in STORED:
             part = part_of(arch, rank, world, longest_block(arch, source, part, backend.quantization))
         source, arch = ShardedSource(source, arch.cuts(part), part), sharded(arch, part)
-    return FAMILIES[arch.name].model(arch, source, backend, max_position)
+    model = FAMILIES[arch.name].model(arch, source, backend, max_position)
+    if lora is not None:
+        model.adapters = Adapters(arch, backend, lora, whole, part)
+    return model
 
 
 def load_model_weights(
-    arch: Architecture, files: ModelFiles, backend: Backend, max_position: int, seed: int = 0
+    arch: Architecture,
+    files: ModelFiles,
+    backend: Backend,
+    max_position: int,
+    seed: int = 0,
+    lora: LoraSizes | None = None,
 ) -> Model:
     """Open the weights and build the model, native or hosted."""
     check_ranks(arch, 1 if backend.link is None else backend.link.world)
+    if lora is not None:
+        check_adapters(arch)
     if isinstance(arch, HostedArchitecture):
         if isinstance(backend, DeviceBackend):
             limit = "must have a family of our own on a CUDA device: modeling code runs on processors"
@@ -223,6 +244,6 @@ def load_model_weights(
         return load_hosted(arch, files, backend, max_position, seed)
     _check_heads(arch, backend)  # before a GGUF file is converted
     source = open_model_weights(arch, files, backend.dtype, seed, backend.quantization)
-    model = build_model(as_stored(arch, source), source, backend, max_position)
+    model = build_model(as_stored(arch, source), source, backend, max_position, lora)
     source.release()  # all of it is packed by now
     return model

@@ -16,6 +16,7 @@ import torch
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import NO_ROTATION, AttentionShape, Backend, CacheTensors, Plan
 from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.lora import LoraWeights
 from pagedec.kernels.program import Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import SINKS, Architecture
@@ -160,7 +161,8 @@ class Transformer(RecordedModel):
         )
 
     def buffers(self, max_rows: int) -> StepBuffers:
-        return StepBuffers(self.arch, max_rows, self.backend, padded_width(self.arch.mlp_width))
+        low_width = 0 if self.adapters is None else self.adapters.low_width
+        return StepBuffers(self.arch, max_rows, self.backend, padded_width(self.arch.mlp_width), low_width)
 
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, arch = b.num_rows, self.arch
@@ -171,25 +173,46 @@ class Transformer(RecordedModel):
             if i in arch.unrotated_layers:
                 rope = NO_ROTATION
             p.rms_norm(rows, b.x, layer.input_norm, b.normed, eps)
+            updates = {} if self.adapters is None else self.adapters.layers[i]
             p.linear(rows, b.normed, layer.qkv, b.qkv)
+            self.record_updates(p, b, b.normed, updates.get("qkv"), b.qkv)
             norms = (layer.q_norm, layer.k_norm, arch.rms_norm_eps)
             p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, rope, norms)
             p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended, layer.sinks)
-            self._add(p, b, b.attended, layer.o, layer.attention_out_norm)
+            self._add(p, b, b.attended, layer.o, layer.attention_out_norm, updates.get("o"))
             p.rms_norm(rows, b.x, layer.mlp_norm, b.normed, eps)
             if isinstance(layer.mlp, MixtureLayer):
                 assert layer.mlp_out_norm is None, "a norm behind a mixture would be left out"
                 record_mixture(p, b, layer.mlp, activation)
                 continue
-            p.linear(rows, b.normed, layer.mlp.gate_up, b.mlp, activation)
-            self._add(p, b, b.mlp, layer.mlp.down, layer.mlp_out_norm)
+            self._record_gated(p, b, layer.mlp, activation, updates.get("gate_up"))
+            self._add(p, b, b.mlp, layer.mlp.down, layer.mlp_out_norm, updates.get("down"))
 
-    def _add(self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, norm: torch.Tensor | None) -> None:
+    def _record_gated(
+        self, p: Program, b: StepBuffers, mlp: Mlp, activation: Epilogue, updates: LoraWeights | None
+    ) -> None:
+        """What adapters add comes before the activation, so that one is theirs to take then, of all rows."""
+        own = b.adapters
+        if updates is None or own is None:
+            p.linear(b.num_rows, b.normed, mlp.gate_up, b.mlp, activation)
+            return
+        p.linear(b.num_rows, b.normed, mlp.gate_up, own.z)
+        p.lora(b.num_rows, own.places, b.normed, updates, own.low, b.mlp, activation, own.z)
+
+    def _add(
+        self,
+        p: Program,
+        b: StepBuffers,
+        y: torch.Tensor,
+        weight: Any,
+        norm: torch.Tensor | None,
+        updates: LoraWeights | None,
+    ) -> None:
         """The residual stream += a block's last projection, normed where the family norms it."""
         if norm is None:
-            self.record_sum(p, b, y, weight, b.x, add=True)
+            self.record_sum(p, b, y, weight, b.x, add=True, updates=updates)
         else:
-            self.record_sum(p, b, y, weight, b.block, add=False)
+            self.record_sum(p, b, y, weight, b.block, add=False, updates=updates)
             p.rms_norm(b.num_rows, b.block, norm, b.x, self.arch.rms_norm_eps, add=True)
 
     def record_head(self, p: Program, b: StepBuffers) -> None:

@@ -30,6 +30,7 @@ class Follower:
     def begin(self, step: Step) -> Callable[[], object]:
         """Begin one. What this gives returns when it is through; the next one may be begun before."""
         target, draft = step.forwards.get("target"), step.forwards.get("draft")
+        self._target.tell_adapters(step)
         if target is None:
             return _nothing
         self._target.prepare(target)

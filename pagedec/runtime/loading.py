@@ -37,6 +37,8 @@ from pagedec.kernels.link import Exchange
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import KvKind
 from pagedec.kernels.xformers_kernel import Xformers
+from pagedec.lora import LoraConfig
+from pagedec.models.adapters import LoraSizes
 from pagedec.models.architecture import Architecture
 from pagedec.models.hf.hosted_architecture import HostedArchitecture
 from pagedec.models.model import Model
@@ -161,9 +163,11 @@ def own_backend(config: EngineConfig, place: int = 0) -> Backend:
     return backend
 
 
-def load_model(config: ModelConfig, backend: Backend, longest: int | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig, backend: Backend, longest: int | None = None, lora: LoraConfig | None = None
+) -> LoadedModel:
     """Resolve, check and load the weights of one model. `longest`: tokens of a sequence that are enough where the
-    configuration says nothing."""
+    configuration says nothing. `lora`: which adapters it has places for; None: none."""
     files = resolve_model(config.model, config.load_format)
     arch = load_architecture(files, config.model_impl)
     limit = arch.max_position_embeddings
@@ -182,7 +186,7 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
             advice = "quantization int8 takes a byte a weight, and tensor_parallel_size shares them among devices"
         warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
     try:
-        model = load_model_weights(arch, files, backend, length, config.seed)
+        model = load_model_weights(arch, files, backend, length, config.seed, lora_sizes(lora))
     except (OSError, MemoryError, RuntimeError, ModelFileError) as error:
         if not is_out_of_memory(error.__cause__ or error if isinstance(error, ModelFileError) else error):
             raise
@@ -190,6 +194,11 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
         raise InvalidArgument("model", config.model, problem) from error
     backend.settle()
     return LoadedModel(model, arch, files, length)
+
+
+def lora_sizes(config: LoraConfig | None) -> LoraSizes | None:
+    """The places that a configuration has for adapters."""
+    return None if config is None or not config.enable_lora else LoraSizes(config.max_loras, config.max_lora_rank)
 
 
 def build_lane(
@@ -289,7 +298,7 @@ def load_whole(config: EngineConfig) -> Worker:
     """A worker that has all of the model. Raises `PagedecError` for what cannot be loaded, and warns of what may end
     badly."""
     backend = own_backend(config)
-    loaded = load_model(config.model, backend)
+    loaded = load_model(config.model, backend, lora=config.lora)
     return build_worker(config, loaded, load_draft(config, loaded))
 
 
@@ -299,7 +308,7 @@ def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
     if ranks.world == 1:
         return load_whole(config)
     config, backend = join(config, ranks)
-    loaded = load_model(config.model, backend)
+    loaded = load_model(config.model, backend, lora=config.lora)
     draft = load_draft(config, loaded) if ranks.rank == 0 else None  # before it is known what KV may take
     config = agree(config, ranks, loaded, draft)
     return build_worker(config, loaded, draft) if ranks.rank == 0 else build_follower(config, loaded)

@@ -13,12 +13,14 @@ import torch
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
+from pagedec.core.wire import Step
 from pagedec.errors import InvariantError
 from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut
 from pagedec.kernels.drawn import LateReadOut
 from pagedec.kernels.row_buffer import RowBuffer
 from pagedec.models.buffers import READ_ROWS
 from pagedec.models.model import Model
+from pagedec.runtime.adapters import AdapterLoader
 from pagedec.runtime.offloaded_blocks import OffloadedBlocks
 
 
@@ -59,6 +61,7 @@ class LaneRunner:
         known = model.arch.vocab_size
         self.num_drawn = known if vocab_size is None else min(known, vocab_size)
         self._rules = RuleTable(self.backend, known)
+        self._adapters = None if model.adapters is None else AdapterLoader(model.adapters)
         self.buffers = model.buffers(max_rows)
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
         self.programs = model.programs(self.buffers, cache, self.plans)
@@ -84,11 +87,18 @@ class LaneRunner:
         self._rules.told.pop(rule_id, None)
         self._rules.pop(rule_id, None)
 
+    def tell_adapters(self, step: Step) -> None:
+        """Keep which files a step's adapters are in."""
+        if self._adapters is not None:
+            self._adapters.tell(step.new_adapters, step.old_adapters)
+
     def prepare(self, forward: LaneForward) -> None:
-        """What must precede every read and write of the step: blocks go to the host and come back, fresh ones are
-        poisoned in debug builds, then the copies in order."""
+        """What must precede every read and write of the step: adapters take places, blocks go to the host and come
+        back, fresh ones are poisoned in debug builds, then the copies in order."""
         if os.getpid() != self._process and torch.get_num_threads() > 1:  # a fork has but this one: torch would wait
             torch.set_num_threads(1)
+        if self._adapters is not None and len(forward.load_places):
+            self._adapters.load(forward.load_places, forward.load_adapters)
         if self._offload is not None and len(forward.offload_blocks):
             self._offload.move(forward.offload_blocks, forward.offload_places)
         if self.debug and len(forward.fresh):
@@ -162,7 +172,7 @@ class LaneRunner:
         self.is_begun = self.is_through = not len(forward.token_ids)
         if self.is_through:
             return
-        self.buffers.load(forward.token_ids, forward.positions, forward.slots)
+        self.buffers.load(forward.token_ids, forward.positions, forward.slots, forward.adapters)
         awaited = np.flatnonzero(forward.token_ids < 0)
         if len(awaited):
             self._drawn.put(self.buffers.token_ids, awaited, -1 - forward.token_ids[awaited])

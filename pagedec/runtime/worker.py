@@ -62,7 +62,7 @@ class Worker:
         """Begin a step. The next one may be begun before its answers are taken. Behind a step that has failed it
         answers something, for nobody."""
         self.is_whole = self._link is None
-        self._tell_rules(step)
+        self._tell(step)
         runner, target = self.lanes["target"], step.forwards["target"]
         runner.prepare(target)
         with self._through(runner):
@@ -74,7 +74,7 @@ class Worker:
         """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
         their way, with what was rolled."""
         self.is_whole = self._link is None
-        self._tell_rules(step)
+        self._tell(step)
         for lane, forward in step.forwards.items():
             self.lanes[lane].prepare(forward)
         answers: Answers = {}
@@ -97,7 +97,8 @@ class Worker:
         self.is_whole = True
         return answers
 
-    def _tell_rules(self, step: Step) -> None:
+    def _tell(self, step: Step) -> None:
+        self.lanes["target"].tell_adapters(step)
         for runner in self.lanes.values():
             for rule_id in step.old_rules:
                 runner.forget(rule_id)

@@ -20,9 +20,9 @@ from pagedec.core.masking import StepMasks
 from pagedec.core.plan import StepPlan
 from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
-from pagedec.core.wire import Step, pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
+from pagedec.core.wire import pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
 from pagedec.errors import RequestError
-from pagedec.executor.base import RuleNews
+from pagedec.executor.base import News
 from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.runtime.worker import with_rolled
 from tests.core.oracle import process, report, warp
@@ -97,7 +97,7 @@ class FakeRunner:
     def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules) -> None:
         self.models, self.block_size = models, limits.block_size
         self.rules: dict[int, LogitsRules] = {}  # those that were told
-        self._live, self._news = rules, RuleNews()
+        self._live, self._news = rules, News()
         self.kv: dict[str, list[tuple[int, int] | None]] = {
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
         }
@@ -111,7 +111,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> Answers:
         """Carry out a plan that has crossed a wire, and so have its masks and its answers."""
         self._make = plan.masks
-        step = unpack_step(pack_step(Step(plan.step, plan.forwards, *self._news.of(self._live))))
+        step = unpack_step(pack_step(self._news.step(plan.step, plan.forwards, self._live)))
         self.rules |= step.new_rules
         for rule_id in step.old_rules:
             del self.rules[rule_id]

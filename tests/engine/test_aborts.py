@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
-from pagedec.core.forward import Answers, Forwards, Rules
+from pagedec.core.forward import Answers
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import NotFound
 from pagedec.executor.inline import InlineExecutor
@@ -42,9 +42,9 @@ def test_aborts_at_any_moment(tiny: Tiny, expected: list[Tokens], seed: int) -> 
                 engine.abort(chosen)
 
     class Meanwhile(InlineExecutor):
-        def execute(self, forwards: Forwards, rules: Rules, masks: Any = None) -> Future[Answers]:
+        def execute(self, *step: Any) -> Future[Answers]:
             abort_somebody()
-            done = super().execute(forwards, rules, masks)
+            done = super().execute(*step)
             abort_somebody()
             return done
 

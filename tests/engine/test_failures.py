@@ -15,12 +15,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pagedec import LLM, SamplingParams
+from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.request import Failed, Request
 from pagedec.core.rows import Rows
 from pagedec.core.settling import Settler
 from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import DeviceError, InvariantError, RequestError, RequestsFailed
+from pagedec.executor.base import NO_ADAPTERS
 from pagedec.executor.inline import InlineExecutor
 from tests.algorithms.interactive import InteractiveParams
 from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
@@ -39,9 +41,11 @@ class Breaking:
     def __init__(self, inner: InlineExecutor, step: int, hurt: Callable[[], None], late: bool = False) -> None:
         self.inner, self.left, self.hurt, self.late = inner, step, hurt, late
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
+    def execute(
+        self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
+    ) -> Future[Answers]:
         self.left -= 1
-        done = self.inner.execute(forwards, rules, masks) if self.left or self.late else None
+        done = self.inner.execute(forwards, rules, masks, adapters) if self.left or self.late else None
         if self.left == 0:
             assert self.inner.worker is not None
             for lane in self.inner.worker.lanes.values():
@@ -118,13 +122,15 @@ class Unwell:
         )
         self.engine.executor = self
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
+    def execute(
+        self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
+    ) -> Future[Answers]:
         plan = self.engine.scheduler.plans[-1]
         self.count += 1
         if self.fails(self.count, {work.request.id for work in plan.works}):
             self.num_failures += 1
             raise DeviceLost("unwell")
-        return self.inner.execute(forwards, rules, masks)
+        return self.inner.execute(forwards, rules, masks, adapters)
 
     def give_up(self) -> None:
         self.inner.give_up()

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from pagedec.build import build_engine
 from pagedec.config import EngineConfig
+from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
-from pagedec.core.wire import Step, pack_step, unpack_step
+from pagedec.core.wire import pack_step, unpack_step
 from pagedec.engine.engine import Engine
-from pagedec.executor.base import Pending, RuleNews
+from pagedec.executor.base import NO_ADAPTERS, News, Pending
 from pagedec.kernels.link import Exchange
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.loading import Ranks, load_worker
@@ -56,7 +57,7 @@ class RanksExecutor:
         self.problem: str | None = None
         self.num_restarts, self.restart_seconds = 0, 0.0
         self.give_up = lambda: None
-        self._news, self._num_steps = RuleNews(), 0
+        self._news, self._num_steps = News(), 0
         self._inboxes = [queue.SimpleQueue[Any]() for _ in others]
         self.problems: list[BaseException] = []
         for follower, inbox in zip(others, self._inboxes, strict=True):
@@ -71,10 +72,12 @@ class RanksExecutor:
                 self.problems.append(error)
                 raise
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
+    def execute(
+        self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
+    ) -> Pending:
         future: Future[Answers] = Future()
         self._num_steps += 1
-        step = Step(self._num_steps, forwards, *self._news.of(rules))
+        step = self._news.step(self._num_steps, forwards, rules, adapters)
         message = pack_step(step).copy()
         for inbox in self._inboxes:
             inbox.put(message)

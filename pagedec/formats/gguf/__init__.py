@@ -8,6 +8,7 @@ Read in this order:
   family.
 - `tensor_names`: what tensors are called and how they are laid out, by architecture.
 - `dequantize`, `reader`: from encoded bytes to values; a file, or a model's several, as a source of weights.
+- `adapter`: LoRA adapters, which are files of their own.
 - `converted`: the dequantised form that is kept for later starts.
 - `vocabulary`, `byte_level`, `sentencepiece`, `build_tokenizer`: the tokenizer that the file describes, as the
   `tokenizers` library has it. text/tokenizer.py makes ours of it.

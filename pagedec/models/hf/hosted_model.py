@@ -20,6 +20,7 @@ import torch
 from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.formats.resolve import ModelFiles
 from pagedec.kernels.backend import NO_ROTATION, AttentionShape, Backend, CacheTensors, Plan
+from pagedec.models.adapters import Adapters
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.hf.attention import RUN, AttentionCall, Refused, answering, register
@@ -181,6 +182,9 @@ class _Forward:
 
 class HostedModel:
     """A model of transformers with its weights."""
+
+    adapters: Adapters | None = None
+    """Nobody knows which of its layers could have some."""
 
     def __init__(self, arch: HostedArchitecture, model: Any, backend: Backend, max_position: int) -> None:
         self.arch: Architecture = arch

@@ -1,0 +1,75 @@
+"""Which low-rank adapters have the device's places, so that a step may have rows of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from pagedec.core.forward import NO_INTS
+
+
+class AdapterFile(NamedTuple):
+    """Where a worker finds an adapter, and what it must find there."""
+
+    path: str
+    digest: str
+
+
+AdapterFiles: TypeAlias = Mapping[int, AdapterFile]
+"""Of all adapters that running requests may name, by the number that a forward names them by."""
+
+
+class AdapterPlaces:
+    """Hands `num_places` places to adapters, which are known by numbers above 0.
+
+    One that a step needs takes a free place, or that of the adapter which was used longest ago; but none that the same
+    step needs gives way. So requests of more adapters than there are places take turns in their own order.
+    """
+
+    __slots__ = ("_loads", "_needed", "_num_places", "_places")
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._places: dict[int, int] = {}  # by adapter, the one used longest ago first
+        self._needed: set[int] = set()
+        self._loads: list[tuple[int, int]] = []  # place, adapter
+
+    def begin(self) -> None:
+        """A step is planned, of which nobody has asked for anything yet."""
+        self._needed = set()
+
+    def has_room(self, adapter: int) -> bool:
+        """Whether an adapter has a place in the step that is planned, or would find one."""
+        return adapter in self._places or not self._is_full or self._oldest() > 0
+
+    def take(self, adapter: int) -> int:
+        """The place of an adapter, for which there is room, in the step that is planned."""
+        place = self._places.pop(adapter, None)
+        if place is None:
+            place = self._places.pop(self._oldest()) if self._is_full else len(self._places)
+            self._loads.append((place, adapter))
+        self._places[adapter] = place
+        self._needed.add(adapter)
+        return place
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._places) == self._num_places
+
+    def _oldest(self) -> int:
+        """The adapter that would give way; 0: none would."""
+        return next((adapter for adapter in self._places if adapter not in self._needed), 0)
+
+    def take_loads(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the next step that is carried out begins with: places and their new adapters, int32 [num_loads]."""
+        loads, self._loads = self._loads, []
+        if not loads:
+            return NO_INTS, NO_INTS
+        places, adapters = np.array(loads, np.int32).T.copy()
+        return places, adapters
+
+    def reset(self) -> None:
+        """The device has lost what it had."""
+        self._places, self._needed, self._loads = {}, set(), []

@@ -1,0 +1,104 @@
+"""The low-rank adapters that requests may name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagedec.core.adapter_places import AdapterFile, AdapterFiles
+from pagedec.errors import InvalidArgument, NotFound
+
+ReadAdapter = Callable[[str], str]
+"""Checks that an adapter at a path fits the model; its digest. Raises `PagedecError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """One that was added: its number is that of this file alone."""
+
+    name: str
+    number: int
+    file: AdapterFile
+
+
+class AdapterRegistry:
+    """Adapters by name. Any thread may ask. `read`: None where the model has no places for adapters."""
+
+    def __init__(self, read: ReadAdapter | None = None) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._named: dict[str, NamedAdapter] = {}
+        self._num_holders: dict[int, int] = {}  # of requests
+        self._last = 0
+        self.files: AdapterFiles = {}
+        """Of all that requests may name or still name, in a mapping that nobody changes."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that there are, in the order in which they were added."""
+        return [*self._named]
+
+    def add(self, name: str, path: str) -> NamedAdapter:
+        """Read an adapter; one that is there already, of the same name and path, stays. Raises InvalidArgument for a
+        model without places, and for a name of another file, ModelFileError for a file that does not fit."""
+        known = self._named.get(name)
+        if known is not None and known.file.path == path:
+            return known
+        if self._read is None:
+            raise InvalidArgument("lora_request", name, "must be None: the model was loaded without enable_lora")
+        digest = self._read(path)
+        with self._lock:
+            known = self._named.get(name)
+            if known is not None and known.file.digest == digest:
+                return known
+            if known is not None:
+                limit = f"must be {known.file.path}, from which {name} was read; remove it first"
+                raise InvalidArgument("lora_path", path, limit)
+            self._last += 1
+            added = NamedAdapter(name, self._last, AdapterFile(path, digest))
+            self._named[name] = added
+            self.files = {**self.files, added.number: added.file}
+            return added
+
+    def get(self, name: str) -> NamedAdapter:
+        """The one of this name. Raises NotFound."""
+        known = self._named.get(name)
+        if known is None:
+            raise NotFound("adapter", name)
+        return known
+
+    def remove(self, name: str) -> None:
+        """Forget one; requests that run go on with it. Raises NotFound."""
+        with self._lock:
+            number = self.get(name).number
+            del self._named[name]
+            self._drop(number)
+
+    def salted(self, number: int, salt: str) -> str:
+        """The salt under which what an adapter has computed is found: only by the same one's requests."""
+        return salt if not number else f"{self._file(number).digest}\0{salt}"
+
+    def hold(self, number: int) -> None:
+        """A request goes through an adapter from now on. Raises NotFound for one that was removed."""
+        with self._lock:
+            self._file(number)
+            self._num_holders[number] = self._num_holders.get(number, 0) + 1
+
+    def release(self, number: int) -> None:
+        """One that held it has ended."""
+        with self._lock:
+            self._num_holders[number] -= 1
+            if not self._num_holders[number]:
+                del self._num_holders[number]
+                self._drop(number)
+
+    def _file(self, number: int) -> AdapterFile:
+        file = self.files.get(number)
+        if file is None:
+            raise NotFound("adapter", str(number))
+        return file
+
+    def _drop(self, number: int) -> None:
+        """Where nobody can name it any more."""
+        if number not in self._num_holders and all(known.number != number for known in self._named.values()):
+            self.files = {own: file for own, file in self.files.items() if own != number}
