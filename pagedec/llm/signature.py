@@ -51,6 +51,9 @@ class EngineArgs(TypedDict, total=False):
     max_parked_branches: int
     max_parked_tokens: int
     session_ttl: float | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
     executor: str
     step_timeout: float
     tensor_parallel_size: int
@@ -168,9 +171,6 @@ class EngineArgs(TypedDict, total=False):
     convert: str
     pooler_config: None
     override_pooler_config: None
-    enable_lora: bool
-    max_loras: int
-    max_lora_rank: int
     max_cpu_loras: None
     lora_dtype: str | None
     lora_extra_vocab_size: int
