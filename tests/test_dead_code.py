@@ -20,7 +20,6 @@ OUTSIDE = {
     "read_rate": "for benchmarks",
     "dot_rate": "for benchmarks",
     "run_batch": "what people import",
-    "read_lora": "what people import",
     "GenerateStage": "what people import",
     "greedy": "what people ask of parameters",
     "token_logprobs": "what people ask of a score",

@@ -88,7 +88,8 @@ PD_KERNEL(kThreads) lora_gate_kernel(pd_lora_args a) {
   const int64_t width = a.n / 2;
   const int64_t num_threads = (int64_t)num_grid_blocks() * kThreads, end = *a.num_rows * width;
   for (int64_t i = (int64_t)block_index() * kThreads + thread_index(); i < end; i += num_threads) {
-    const int64_t row = i / width, column = i % width / 16 * 32 + i % 16;  // groups of 16 gates, then what they multiply
+    // groups of 16 gates, each before the 16 that they multiply
+    const int64_t row = i / width, column = i % width / 16 * 32 + i % 16;
     const int place = a.adapters[row];
     const float *z = a.z + row * a.n + column;
     const float gate = updated<E>(a, row, place, column, z[0]), up = updated<E>(a, row, place, column + 16, z[16]);

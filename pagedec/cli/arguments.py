@@ -25,6 +25,7 @@ ENGINE_TITLES = {
     "cache": "engine: the KV cache",
     "scheduler": "engine: the steps",
     "session": "engine: sessions",
+    "lora": "engine: adapters",
     "parallel": "engine: the machine",
 }
 RENAMED = {"seed": "engine_seed"}

@@ -8,7 +8,8 @@ To be read in this order; each file needs those before it, and few behind it:
 2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `acceptance` (what became of drafts),
    `stopping` and `stop_strings`, `constraint`, `cutting` (what stands of drawn tokens), `logits_rules`, `logprobs`
 3. who runs: `request` (branches and requests), `parked` (branches between two requests), `limits` (what may be used,
-   what is refused at the door), `resuming` (requests that were interrupted elsewhere)
+   what is refused at the door), `adapter_places` (which adapters are at hand), `resuming` (requests that were
+   interrupted elsewhere)
 4. what a device sees: `forward` (a step as arrays), `wire` (as one buffer), `masking` (what follows it), `plan` (for
    whom), `layout`, `marks` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what comes back)
 5. what pays: `costs` (of a step), `odds` (of drafts), `granting` (whose rows), `standing` (who is asked), `weighing`

@@ -32,6 +32,12 @@ class History:
         self._child: dict[int, int] = {}  # parent node << 32 | token
         self._key: dict[int, bytes] = {0: blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()}
 
+    @staticmethod
+    def of(block_size: int, salt: str, tokens: Sequence[int]) -> tuple[History, int]:
+        """A history that begins with these tokens, and the node of the last."""
+        history = History(block_size, salt)
+        return history, history.append(0, tokens)
+
     def __len__(self) -> int:
         """How many tokens are kept, the dead ones too."""
         return len(self.token) - 1

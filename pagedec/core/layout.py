@@ -285,29 +285,22 @@ class LaneBuilder:
         self._verified += enumerate(rolled, first_draw)
 
     # ---- laying out
-    def finish(self, copies: CopyPlan, loads: tuple[np.ndarray, np.ndarray] | None = None) -> LaneForward:
+    def finish(self, copies: CopyPlan, loads: tuple[np.ndarray, np.ndarray] = (NO_INTS, NO_INTS)) -> LaneForward:
         """The lane's forward. Copies and fresh blocks are the pool's own since the last one, `loads` the adapters'."""
-        pool, size = self.pool, self.pool.block_size
+        pool = self.pool
         starts, counts = np.array(self._starts, np.int32), np.array(self._counts, np.int32)
         num_branches, num_rows = len(starts), len(self._tokens)
         indptr = np.zeros(num_branches + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
-        width = max([table.num_blocks for table in self._tables], default=0)
-        block_table = (
-            pool.rows[:, :width].take([table.row for table in self._tables], axis=0) if width else pool.rows[:0, :0]
-        )
         if num_rows == num_branches:
             branch_ids, index = np.arange(num_rows), starts
         else:
             branch_ids = np.repeat(np.arange(num_branches), counts)
             index = np.arange(num_rows, dtype=np.int32) + (starts - indptr[:-1])[branch_ids]
-        slots = block_table[branch_ids, index // size] * size + index % size if num_rows else np.zeros(0, np.int32)
-        if self._read_only:
-            slots[self._read_only] = -1
+        block_table, slots = self._slots(branch_ids, index)
         positions, parents = self._trees(index)
         adapters = np.array(self._adapters, np.int32)
         copy_src, copy_dst = copies.arrays()
-        load_places, load_adapters = loads or (NO_INTS, NO_INTS)
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         moves = (NO_INTS, NO_INTS) if pool.offload is None else pool.offload.take_moves()
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _each(self._banned)
@@ -327,8 +320,8 @@ class LaneBuilder:
             copy_dst=copy_dst,
             offload_blocks=moves[0],
             offload_places=moves[1],
-            load_places=load_places,
-            load_adapters=load_adapters,
+            load_places=loads[0],
+            load_adapters=loads[1],
             fresh=fresh,
             read_rows=np.array(self._read_rows, np.int32),
             draws=self._draws(),
@@ -350,6 +343,18 @@ class LaneBuilder:
         )
         freeze(forward)
         return forward
+
+    def _slots(self, branch_ids: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The branches' block tables, and each row's slot, by its branch and its cache index."""
+        pool, size = self.pool, self.pool.block_size
+        width = max([table.num_blocks for table in self._tables], default=0)
+        if not width:
+            return pool.rows[:0, :0], np.zeros(0, np.int32)
+        block_table = pool.rows[:, :width].take([table.row for table in self._tables], axis=0)
+        slots = block_table[branch_ids, index // size] * size + index % size
+        if self._read_only:
+            slots[self._read_only] = -1
+        return block_table, slots
 
     def _trees(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Positions, which differ from cache indices in trees only; and parents if there is a tree."""

@@ -96,8 +96,8 @@ class Planner:
         for lane in sorted(self._copies, key=lambda lane: lane == "target"):
             builder, copies = self._builders[lane], self._copies[lane]
             if len(builder) or len(copies):
-                loads = self._adapters.take_loads() if lane == "target" else None
-                plan.forwards[lane] = builder.finish(copies, loads)
+                loads = (self._adapters.take_loads(),) if lane == "target" else ()
+                plan.forwards[lane] = builder.finish(copies, *loads)
                 plan.num_rows += len(builder)
             plan.copies[lane] = copies
         if plan.masks is not None:

@@ -36,8 +36,7 @@ from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestErr
 
 
 class Scheduler:
-    """Mixes requests under a row budget in a pool that may be far too small. One plan is out at a time; or two, see
-    `plan_ahead`."""
+    """Mixes requests under a row budget in a pool that may be far too small. One plan is out, or two: `plan_ahead`."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -91,7 +90,7 @@ class Scheduler:
         limit = check_prompt(limits, prompt, stopping, limit)
         if stopping.max_tokens is not None:
             stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
-        history, tip = self._root(prompt, salt) if home is None else home.parked.place
+        history, tip = History.of(limits.block_size, salt, prompt) if home is None else home.parked.place
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
         context = DecoderContext(
             history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced, rules
@@ -350,10 +349,6 @@ class Scheduler:
         if decoder.resting_sampler is None or decoder.gang:
             return None
         return Standing(self._methods.setdefault(type(decoder), Method()), decoder.grant_sizes)
-
-    def _root(self, prompt: Sequence[int], salt: str) -> tuple[History, int]:
-        history = History(self.limits.block_size, salt)
-        return history, history.append(0, prompt)
 
     def _settler(self, answers: Mapping[str, LaneAnswers], events: list[Event]) -> Settler:
         return Settler(self.limits, answers, self._copies, self._demand, events)

@@ -103,14 +103,12 @@ def pack_step(step: Step) -> np.ndarray:
         arrays += _fields(forward, _LANE)
         arrays += _fields(forward.processing, _PROCESS)
         arrays += _fields(forward.report, _REPORT)
-    arrays.append(np.array(list(step.new_rules), _WIDE))
-    arrays.append(np.array(step.old_rules, _WIDE))
-    for rules in step.new_rules.values():
-        arrays += _arrays_of(rules)
-    arrays.append(np.array(list(step.new_adapters), _WIDE))
-    arrays.append(np.array(step.old_adapters, _WIDE))
+    arrays += np.array(list(step.new_adapters), _WIDE), np.array(step.old_adapters, _WIDE)
     for file in step.new_adapters.values():
         arrays += map(_codes, file)
+    arrays += np.array(list(step.new_rules), _WIDE), np.array(step.old_rules, _WIDE)
+    for rules in step.new_rules.values():
+        arrays += _arrays_of(rules)
     return _pack(FORWARDS, numbers, arrays)
 
 
@@ -130,13 +128,12 @@ def unpack_step(words: np.ndarray) -> Step:
             processing=None if process["rows"] is None else ProcessRows(**process),
             report=None if report["rows"] is None else ReportRows(**report),
         )
-    ids, old = message.array(_WIDE), message.array(_WIDE)
-    rules = [_rules_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
-    new_rules = dict(zip(ids.tolist(), rules, strict=True))
     adapters, gone = message.array(_WIDE), message.array(_WIDE)
     files = [AdapterFile(_text(message.array(_INT)), _text(message.array(_INT))) for _ in range(num_adapters)]
-    new_adapters = dict(zip(adapters.tolist(), files, strict=True))
-    return Step(number, forwards, new_rules, old.tolist(), new_adapters, gone.tolist())
+    ids, old = message.array(_WIDE), message.array(_WIDE)
+    rules = [_rules_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
+    told = dict(zip(ids.tolist(), rules, strict=True)), old.tolist()
+    return Step(number, forwards, *told, dict(zip(adapters.tolist(), files, strict=True)), gone.tolist())
 
 
 def pack_masks(number: int, masks: Masks) -> np.ndarray:

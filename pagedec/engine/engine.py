@@ -136,28 +136,24 @@ class Engine:
         options: Options | None = None,
         adapter: int = 0,
     ) -> Request:
-        """Check a request and make all it needs; `add` takes it as it is. Any thread may call it: several at the same
-        time where all but one of them bring a seed, since those without are numbered.
+        """Check a request and make all it needs; `add` takes it as it is. Any thread may call it, several at the same
+        time where all but one of them bring a seed: those without are numbered, which names their randomness.
 
-        `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
-        the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
-        are shared only under the same `cache_salt`. With a `home` it goes out from that parked branch, whose tokens are
-        the `prompt`. With `resume` its answers go on where that says, if its decoder `resumes`, else begin anew.
-        `options`: of the same parameters. `adapter`: the number of the one it goes through; 0: none. Raises
-        `InvalidArgument` for what could not run alone, `NotFound` for parameters that no decoder has registered.
+        `params` is of a registered decoder's parameter type, and kept. Lower `priority` runs earlier; prefix cache
+        blocks are shared only under the same `cache_salt`, and `adapter`: the number of the one that it goes through.
+        With a `home` it goes out from that parked branch, whose tokens are the `prompt`. With `resume` its answers go
+        on where that says, if its decoder `resumes`, else begin anew. `options`: of the same parameters. Raises
+        `InvalidArgument` for what could not run alone, `NotFound` for an adapter that there is not, and for parameters
+        that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
-        params = with_speculation(params, self.speculative)
-        if isinstance(params, DRAFTING) and isinstance(params.speculative, dict):
-            table = TABLE.check("speculative", params.speculative)  # somebody may have written to it
-            self._check_speculation(table, "speculative")
+        params = self._with_speculation(params)
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
         limits, options = self.limits, options or self.options(params)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
         constraint = constraint_of(params, options.stopping, limits.vocab_size, self.grammars, limit - len(prompt))
-        ordinal = self.num_unseeded
-        seeded = params if params.seed is not None else with_seed(params, self._seed_of(ordinal))
+        seeded = params if params.seed is not None else with_seed(params, self._seed_of(self.num_unseeded))
         request = self.scheduler.admit(
             request_id,
             lambda context: chosen.make(seeded, context),
@@ -183,8 +179,7 @@ class Engine:
             self.steps.learn_costs()
         if request.plain is None:
             request.acceptance.whole = self.stats.drafts_of(chosen.name)
-        if params.seed is None:
-            self.num_unseeded = ordinal + 1
+        self.num_unseeded += params.seed is None
         return request
 
     def options(self, params: RequestParams) -> Options:
@@ -280,6 +275,13 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
+    def _with_speculation(self, params: RequestParams) -> RequestParams:
+        params = with_speculation(params, self.speculative)
+        if isinstance(params, DRAFTING) and isinstance(params.speculative, dict):
+            table = TABLE.check("speculative", params.speculative)  # somebody may have written to it
+            self._check_speculation(table, "speculative")
+        return params
+
     def _check_speculation(self, table: dict[str, Any], field: str) -> None:
         limits = self.scheduler.limits
         draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None

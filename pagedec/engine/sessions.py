@@ -57,8 +57,7 @@ class Sessions:
         engine.check_tokens("prompt", tokens)
         self._check_branches(None, 1)
         self._check_size(None, len(tokens))
-        history = History(self._block_size, engine.adapters.salted(adapter, salt))
-        tip = history.append(0, tokens)
+        history, tip = History.of(self._block_size, engine.adapters.salted(adapter, salt), tokens)
         ttl = self.limits.session_ttl if ttl is None else ttl
         owner = Owner(history, seed, salt, priority, ttl, len(tokens), adapter)
         self.owners[owner] = None

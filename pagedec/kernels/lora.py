@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-MAX_PARTS = 4  # PD_MAX_LORA_PARTS
-MAX_RANK = 1024  # PD_MAX_LORA_RANK
 GROUP = 16
 """Outputs that have their part in common."""
 Write = Callable[[torch.Tensor, np.ndarray], None]

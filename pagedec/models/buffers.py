@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pagedec.core.forward import NO_INTS
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.experts import Routes
 from pagedec.kernels.link import Link
@@ -14,6 +13,8 @@ from pagedec.models.mixture import Mixture
 from pagedec.models.packing import padded_width
 from pagedec.models.sharding import shares
 
+NOBODY = np.empty(0, np.int32)
+"""The places of adapters where no row has one."""
 READ_ROWS = 128  # rows of logits held at once: 128 x 49152 fp32 are 25 MB; a step that reads out more does it in turns
 
 
@@ -72,7 +73,7 @@ class AdapterBuffers:
         self.low = backend.zeros((max_rows * low_width,), torch.float32)
         self.z = backend.zeros((max_rows, 2 * mlp_width), torch.float32)
         self._write, self._nobody, self._is_used = backend.write, np.full(max_rows, -1, np.int32), True
-        self.load(NO_INTS)
+        self.load(NOBODY)
 
     def load(self, places: np.ndarray) -> None:
         """The places of a step's rows; none: no row has one."""
@@ -122,7 +123,7 @@ class StepBuffers:
         self.logits = zeros((READ_ROWS if link is None or link.rank == 0 else 0, arch.vocab_size), f32)
 
     def load(
-        self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, adapters: np.ndarray = NO_INTS
+        self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, adapters: np.ndarray = NOBODY
     ) -> None:
         """Put a step's rows in place, `adapters` as in `LaneForward`."""
         n, write = len(token_ids), self._write

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedec.core.adapter_places import AdapterFile
 from pagedec.core.forward import (
     BEST_GROUP_DTYPE,
     BEST_ROW_DTYPE,
@@ -97,7 +98,11 @@ class Random:
         }
         lanes = self.sizes.choice([LANES, LANES[::-1], LANES[:1], ()])
         old = [self.sizes.getrandbits(62) for _ in range(self.sizes.randrange(4))]
-        return Step(self.sizes.getrandbits(30), {lane: self.forward(lane) for lane in lanes}, rules, old)
+        texts = ("", "/tmp/a", "\u00e9\U0001f600\udc80", "x" * 513)
+        files = {self.sizes.getrandbits(62): AdapterFile(text, text[::-1]) for text in self.sizes.sample(texts, 2)}
+        gone = [self.sizes.getrandbits(62) for _ in range(self.sizes.randrange(3))]
+        forwards = {lane: self.forward(lane) for lane in lanes}
+        return Step(self.sizes.getrandbits(30), forwards, rules, old, files, gone)
 
     def answers(self) -> Answers:
         lanes = self.sizes.choice([LANES, LANES[:1], ()])
