@@ -24,8 +24,8 @@ AdapterFiles: TypeAlias = Mapping[int, AdapterFile]
 class AdapterPlaces:
     """Hands `num_places` places to adapters, which are known by numbers above 0.
 
-    One that a step needs takes a free place, or that of the adapter which was used longest ago; but none that the same
-    step needs gives way. So requests of more adapters than there are places take turns in their own order.
+    One that is asked for takes a free place, or that of the adapter which was used longest ago; but none that the same
+    step has rows of gives way. So requests of more adapters than there are places take turns in their own order.
     """
 
     __slots__ = ("_loads", "_needed", "_num_places", "_places")
@@ -37,7 +37,7 @@ class AdapterPlaces:
         self._loads: list[tuple[int, int]] = []  # place, adapter
 
     def begin(self) -> None:
-        """A step is planned, of which nobody has asked for anything yet."""
+        """A step is planned, which has no rows yet."""
         self._needed = set()
 
     def has_room(self, adapter: int) -> bool:
@@ -45,14 +45,17 @@ class AdapterPlaces:
         return adapter in self._places or not self._is_full or self._oldest() > 0
 
     def take(self, adapter: int) -> int:
-        """The place of an adapter, for which there is room, in the step that is planned."""
+        """The place of an adapter, for which there is room; others may take it in the same step until it is needed."""
         place = self._places.pop(adapter, None)
         if place is None:
             place = self._places.pop(self._oldest()) if self._is_full else len(self._places)
             self._loads.append((place, adapter))
         self._places[adapter] = place
-        self._needed.add(adapter)
         return place
+
+    def need(self, adapter: int) -> None:
+        """The step that is planned has rows of it."""
+        self._needed.add(adapter)
 
     @property
     def _is_full(self) -> bool:

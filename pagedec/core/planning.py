@@ -117,9 +117,11 @@ class Planner:
                 continue
             if not request.started and not self._lets_in(request):
                 inside = self._started[bisect_right(self._started, request.order, key=order_of) :]
-                yield from (self._placed(other) for other in inside if other.started and self._may_run(other))
+                for other in inside:
+                    if other.started and self._may_run(other):
+                        yield from self._placed(other)
                 return
-            yield self._placed(request)
+            yield from self._placed(request)
 
     def _may_run(self, request: Request) -> bool:
         """One whose adapter finds no place in this step waits for another, and holds nobody up."""
@@ -127,10 +129,15 @@ class Planner:
             return False
         return not request.adapter or self._adapters.has_room(request.adapter)
 
-    def _placed(self, request: Request) -> Request:
-        if request.adapter:
-            request.place = self._adapters.take(request.adapter)
-        return request
+    def _placed(self, request: Request) -> Iterator[Request]:
+        """Its turn, in which its adapter has a place; it keeps that from others if it has rows then."""
+        if not request.adapter:
+            yield request
+            return
+        request.place, num_taken = self._adapters.take(request.adapter), self._rows.num_taken
+        yield request
+        if self._rows.num_taken > num_taken:
+            self._adapters.need(request.adapter)
 
     def _lets_in(self, request: Request) -> bool:
         """Where nobody has a row yet, whoever is first comes in: something always advances."""

@@ -1,5 +1,5 @@
-"""A fake device: its KV slots remember (token, position), and its language model reads the past only through block
-table and parents. A slip of one slot anywhere fails an assertion or changes an output."""
+"""A fake device: its KV slots remember (token, position, adapter), and its language model reads the past only through
+block table and parents. A slip of one slot anywhere fails an assertion or changes an output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 
 from pagedec.core.costs import StepCosts
-from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
+from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.masking import StepMasks
@@ -25,11 +25,14 @@ from pagedec.errors import RequestError
 from pagedec.executor.base import News
 from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.runtime.worker import with_rolled
-from tests.core.oracle import process, report, warp
+from tests.core.oracle import process, reported, warp
 
 VOCABULARY = 8
 EOS = 0
 Model = Callable[[Sequence[int]], Sequence[float]]
+Slot = tuple[int, int, int]
+"""What a slot's KV is of: token, position, adapter."""
+NOBODYS: Mapping[int, Model] = {}
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -92,20 +95,26 @@ class LanguageModel:
 
 
 class FakeRunner:
-    """Carries out the arrays of a plan. All writes come before all reads, as in a batched layer."""
+    """Carries out the arrays of a plan. All writes come before all reads, as in a batched layer. `adapted`: the target
+    lane's models behind adapters, by their numbers."""
 
-    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules) -> None:
+    def __init__(
+        self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules, adapted: Mapping[int, Model] = NOBODYS
+    ) -> None:
         self.models, self.block_size = models, limits.block_size
+        self.adapted = {0: models["target"], **adapted}
+        self.places: list[int | None] = [None] * limits.num_adapter_places
+        self.num_loads = 0
         self.rules: dict[int, LogitsRules] = {}  # those that were told
         self._live, self._news = rules, News()
-        self.kv: dict[str, list[tuple[int, int] | None]] = {
+        self.kv: dict[str, list[Slot | None]] = {
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
         }
         self.num_read_outs: Counter[str] = Counter()
         self._make: StepMasks | None = None
         self._forbidden: dict[int, list[int]] = {}
         self.num_copies = 0
-        self.offloaded: dict[int, list[tuple[int, int] | None]] = {}
+        self.offloaded: dict[int, list[Slot | None]] = {}
         """What the target lane's blocks had, by place of the tier."""
 
     def execute(self, plan: StepPlan) -> Answers:
@@ -142,6 +151,10 @@ class FakeRunner:
 
     def _copy(self, lane: str, forward: LaneForward) -> None:
         kv, size = self.kv[lane], self.block_size
+        for place, adapter in zip(forward.load_places.tolist(), forward.load_adapters.tolist(), strict=True):
+            assert lane == "target" and adapter > 0
+            self.places[place] = adapter
+            self.num_loads += 1
         for block, place in zip(forward.offload_blocks.tolist(), forward.offload_places.tolist(), strict=True):
             if place >= 0:
                 self.offloaded[place] = kv[block * size : (block + 1) * size]
@@ -156,11 +169,18 @@ class FakeRunner:
     def _write(self, lane: str, forward: LaneForward) -> None:
         rows = zip(forward.slots.tolist(), forward.token_ids.tolist(), forward.positions.tolist(), strict=True)
         written = set()
-        for slot, token, position in rows:
+        for row, (slot, token, position) in enumerate(rows):
             if slot >= 0:
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
-                self.kv[lane][slot] = (token, position)
+                self.kv[lane][slot] = (token, position, self.adapter_of(forward, row))
+
+    def adapter_of(self, forward: LaneForward, row: int) -> int:
+        """The adapter that a row goes through; 0: none."""
+        place = int(forward.adapters[row]) if len(forward.adapters) else -1
+        adapter = 0 if place < 0 else self.places[place]
+        assert adapter is not None, "a place that nobody has"
+        return adapter
 
     def ancestors(self, parents: Sequence[int], row: int) -> list[int]:
         """A node's ancestors and itself among a branch's rows, in depth order; the chain's rows are not among them."""
@@ -185,9 +205,11 @@ class FakeRunner:
         content = [kv[slot] for slot in slots.tolist()]
         assert None not in content, "a row sees what was never written"
         seen = [entry for entry in content if entry is not None]
-        assert [position for _, position in seen] == list(range(len(seen))), "position slip"
+        assert [position for _, position, _ in seen] == list(range(len(seen))), "position slip"
+        adapter = self.adapter_of(forward, int(first) + row)
+        assert {other for *_, other in seen} == {adapter}, "KV of another adapter"
         assert forward.positions[first + row] == len(seen) - 1, "a row's position is not its depth"
-        return [token for token, _ in seen]
+        return [token for token, *_ in seen]
 
     def _check_against_history(self, plan: StepPlan, lane: str, forward: LaneForward) -> None:
         works = [work for work in plan.works if work.table.pool.lane == lane]
@@ -197,6 +219,9 @@ class FakeRunner:
             tokens = self.seen(lane, forward, branch, last)
             assert tokens == work.request.history.tokens(work.branch.tip)[: len(tokens)], "history slip"
             assert len(tokens) == work.start + work.num_tokens
+            rows = range(forward.row_indptr[branch], forward.row_indptr[branch + 1])
+            own = work.request.adapter if lane == "target" else 0
+            assert {self.adapter_of(forward, row) for row in rows} == {own}, "rows of another adapter"
 
     def _masked(self, number: int, forward: LaneForward, rolled: list[int]) -> dict[int, list[int]]:
         """The tokens that the masks forbid, by row."""
@@ -213,13 +238,14 @@ class FakeRunner:
         }
 
     def _read_out(self, lane: str, forward: LaneForward) -> LaneAnswers:
-        model = self.models[lane]
         branches = np.searchsorted(forward.row_indptr, forward.read_rows, side="right") - 1
         texts = [
             self.seen(lane, forward, int(branch), int(row - forward.row_indptr[branch]))
             for branch, row in zip(branches, forward.read_rows, strict=True)
         ]
-        raw = [model(text) for text in texts]
+        through = [self.adapter_of(forward, row) for row in forward.read_rows.tolist()]
+        models = [self.adapted[adapter] if lane == "target" else self.models[lane] for adapter in through]
+        raw = [model(text) for model, text in zip(models, texts, strict=True)]
         logprobs = self._processed(forward, raw, texts, branches)
         banned = self._forbidden
         for row, token in zip(forward.banned_rows.tolist(), forward.banned_tokens.tolist(), strict=True):
@@ -257,7 +283,7 @@ class FakeRunner:
             np.array([logprob for *_, logprob, _ in candidates], np.float32),
             np.array([key for *_, key in candidates], np.float32),
         )
-        return answers if forward.report is None else replace(answers, report=_report(forward, raw, answers))
+        return answers if forward.report is None else replace(answers, report=reported(forward, raw, answers))
 
     def _processed(
         self, forward: LaneForward, raw: list[Sequence[float]], texts: list[list[int]], branches: np.ndarray
@@ -289,64 +315,25 @@ class FakeRunner:
             if i < count - 1:
                 slot = slots[i]
                 assert slot == table[len(seen) // size] * size + len(seen) % size, "a rolled token lies elsewhere"
-                self.kv[lane][slot] = (rolled[-1], len(seen))
+                self.kv[lane][slot] = (rolled[-1], len(seen), 0)
                 seen.append(rolled[-1])
         return tuple(rolled)
-
-
-def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswers) -> Reported:
-    """What the forward reports of the unprocessed log-probabilities; noise where nobody may look."""
-    rows = forward.report
-    assert rows is not None
-    reported = rows.rows.tolist()
-    assert reported == sorted(set(reported)), "reported rows must be ascending, each once"
-    tops = [report(raw[row], 0, k) for row, k in zip(reported, rows.num_top.tolist(), strict=True)]
-
-    def chosen(row: int, token: int) -> tuple[float, int]:
-        return report(raw[row], token, 0)[1:3] if row in reported else (float("nan"), -1)
-
-    given = [
-        chosen(row, token) for row, token in zip(rows.given_rows.tolist(), rows.given_tokens.tolist(), strict=True)
-    ]
-    draws = [chosen(row, t) for row, t in zip(forward.draws["row"].tolist(), answers.draws.tolist(), strict=True)]
-    topk = [
-        [chosen(row, token) for token in tokens]
-        for row, tokens in zip(forward.topk_rows.tolist(), answers.topk_tokens.tolist(), strict=True)
-    ]
-    asked = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
-    row_of = {
-        (number, int(row["place"])): int(row["row"])
-        for number, group in enumerate(forward.best_groups)
-        for row in forward.best_rows[group["first"] : group["stop"]]
-    }
-    owners = np.repeat(np.arange(len(forward.best_groups)), answers.best_counts).tolist()
-    best = zip(owners, answers.best_parents.tolist(), answers.best_tokens.tolist(), strict=True)
-    return Reported(
-        np.array([token for top in tops for token in top.top_ids], np.int32),
-        np.array([value for top in tops for value in top.top_logprobs], np.float32),
-        *_split(given),
-        *_split(draws),
-        np.array([[value for value, _ in row] for row in topk], np.float32),
-        np.array([[rank for _, rank in row] for row in topk], np.int32),
-        _split([chosen(row, token) for row, token in asked])[1],
-        *_split([chosen(row_of[group, place], token) for group, place, token in best]),
-    )
-
-
-def _split(pairs: list[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([value for value, _ in pairs], np.float32), np.array([rank for _, rank in pairs], np.int32)
 
 
 class FakeEngine:
     """plan -> execute -> settle. After every step, everything that must hold is checked."""
 
     def __init__(
-        self, models: Mapping[str, Model], limits: SchedulerLimits, costs: Callable[[], StepCosts | None] | None = None
+        self,
+        models: Mapping[str, Model],
+        limits: SchedulerLimits,
+        costs: Callable[[], StepCosts | None] | None = None,
+        adapted: Mapping[int, Model] = NOBODYS,
     ) -> None:
         """`costs`: what the scheduler is told of the next step."""
         self.scheduler, self.costs = Scheduler(limits), costs or (lambda: None)
-        self.runner = FakeRunner(models, limits, self.scheduler.rules)
-        self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
+        self.runner = FakeRunner(models, limits, self.scheduler.rules, adapted)
+        self._published: dict[tuple[int, bytes], list[Slot | None]] = {}
         self.num_steps = 0
         self.failed: dict[str, RequestError] = {}
         self.coming: set[int] = set()

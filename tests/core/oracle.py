@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagedec.core.forward import LaneAnswers, LaneForward, Reported
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.stopping import Stopping
@@ -101,3 +102,46 @@ def find(text: bytes, before: int, strings: Sequence[str]) -> tuple[str, int] | 
         if ending:
             return max(ending, key=lambda string: len(string.encode())), end
     return None
+
+
+def reported(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswers) -> Reported:
+    """What the forward reports of the unprocessed log-probabilities; noise where nobody may look."""
+    rows = forward.report
+    assert rows is not None
+    places = rows.rows.tolist()
+    assert places == sorted(set(places)), "reported rows must be ascending, each once"
+    tops = [report(raw[row], 0, k) for row, k in zip(places, rows.num_top.tolist(), strict=True)]
+
+    def chosen(row: int, token: int) -> tuple[float, int]:
+        return report(raw[row], token, 0)[1:3] if row in places else (float("nan"), -1)
+
+    given = [
+        chosen(row, token) for row, token in zip(rows.given_rows.tolist(), rows.given_tokens.tolist(), strict=True)
+    ]
+    draws = [chosen(row, t) for row, t in zip(forward.draws["row"].tolist(), answers.draws.tolist(), strict=True)]
+    topk = [
+        [chosen(row, token) for token in tokens]
+        for row, tokens in zip(forward.topk_rows.tolist(), answers.topk_tokens.tolist(), strict=True)
+    ]
+    asked = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+    row_of = {
+        (number, int(row["place"])): int(row["row"])
+        for number, group in enumerate(forward.best_groups)
+        for row in forward.best_rows[group["first"] : group["stop"]]
+    }
+    owners = np.repeat(np.arange(len(forward.best_groups)), answers.best_counts).tolist()
+    best = zip(owners, answers.best_parents.tolist(), answers.best_tokens.tolist(), strict=True)
+    return Reported(
+        np.array([token for top in tops for token in top.top_ids], np.int32),
+        np.array([value for top in tops for value in top.top_logprobs], np.float32),
+        *_split(given),
+        *_split(draws),
+        np.array([[value for value, _ in row] for row in topk], np.float32),
+        np.array([[rank for _, rank in row] for row in topk], np.int32),
+        _split([chosen(row, token) for row, token in asked])[1],
+        *_split([chosen(row_of[group, place], token) for group, place, token in best]),
+    )
+
+
+def _split(pairs: list[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([value for value, _ in pairs], np.float32), np.array([rank for _, rank in pairs], np.int32)

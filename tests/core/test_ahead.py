@@ -54,7 +54,8 @@ class LateEngine(FakeEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.runner = LateRunner(self.runner.models, self.scheduler.limits, self.scheduler.rules)
+        runner = self.runner
+        self.runner = LateRunner(runner.models, self.scheduler.limits, self.scheduler.rules, runner.adapted)
         self.out: StepPlan | None = None
         self.num_ahead = self.num_behind_reports = self.num_loaded_ahead = 0
         self.waits: Counter[Unforeseen] = Counter()

@@ -55,6 +55,7 @@ class Case:
     eos: tuple[int, ...] = ()
     processing: LogitsRules = NO_RULES
     reporting: Reporting = NO_REPORTING
+    adapter: int = 0
 
     @property
     def is_session(self) -> bool:
@@ -68,11 +69,12 @@ class Case:
             self.stopping,
             self.limit,
             priority=priority,
-            salt=salt,
+            salt=f"{self.adapter}/{salt}" if self.adapter else salt,
             eos_token_ids=self.eos,
             rules=self.processing,
             reporting=self.reporting,
         )
+        request.adapter = self.adapter
         scheduler.add(request)
         return request
 
@@ -84,13 +86,13 @@ def results(request: Request) -> list[list[int]]:
 
 
 class World:
-    """One seed's models and requests."""
+    """One seed's models and requests. `adapter`: the same requests through it, which makes the target another model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, adapter: int = 0) -> None:
         rng = random.Random(seed)
         order = rng.choice([2, 3, 99])
         self.seed, self.rng = seed, rng
-        self.target = LanguageModel(seed, order)
+        self.target = LanguageModel(seed + 1000 * adapter, order)
         self.models: dict[str, Callable[[Sequence[int]], Sequence[float]]] = {
             "target": self.target, "draft": LanguageModel(seed, order, noisy=0.25),
         }  # fmt: skip
