@@ -75,13 +75,20 @@ class AdapterRegistry:
             self._drop(number)
 
     def salted(self, number: int, salt: str) -> str:
-        """The salt under which what an adapter has computed is found: only by the same one's requests."""
-        return salt if not number else f"{self._file(number).digest}\0{salt}"
+        """The salt under which what an adapter has computed is found: only by the same one's requests. Raises NotFound
+        for one that was removed."""
+        if not number:
+            return salt
+        known = next((own for own in self._named.values() if own.number == number), None)
+        if known is None:
+            raise NotFound("adapter", str(number))
+        return f"{known.file.digest}\0{salt}"
 
     def hold(self, number: int) -> None:
-        """A request goes through an adapter from now on. Raises NotFound for one that was removed."""
+        """A request goes through an adapter from now on. Raises NotFound for one that was removed, and nobody holds."""
         with self._lock:
-            self._file(number)
+            if number not in self.files:
+                raise NotFound("adapter", str(number))
             self._num_holders[number] = self._num_holders.get(number, 0) + 1
 
     def release(self, number: int) -> None:
@@ -91,12 +98,6 @@ class AdapterRegistry:
             if not self._num_holders[number]:
                 del self._num_holders[number]
                 self._drop(number)
-
-    def _file(self, number: int) -> AdapterFile:
-        file = self.files.get(number)
-        if file is None:
-            raise NotFound("adapter", str(number))
-        return file
 
     def _drop(self, number: int) -> None:
         """Where nobody can name it any more."""

@@ -188,7 +188,7 @@ def _check_heads(arch: Architecture, backend: Backend) -> None:
 def check_adapters(arch: Architecture) -> None:
     """Raise InvalidArgument where a model's layers cannot have low-rank adapters. Reads no weights."""
     if isinstance(arch, HostedArchitecture) or FAMILIES[arch.name].model is not Transformer:
-        raise InvalidArgument("enable_lora", True, f"must be false for {arch.name}, whose layers take no adapters")
+        raise InvalidArgument("enable_lora", True, f"must be false for {arch.name}, whose layers take none")
 
 
 def check_ranks(arch: Architecture, world: int) -> None:
