@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagedec.core.acceptance import Acceptance
+from pagedec.core.adapter_places import AdapterFile
 from pagedec.core.constraint import Constraint
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
@@ -136,6 +137,8 @@ class Request:
     """What names its randomness."""
     adapter: int = 0
     """The low-rank adapter that its rows go through; 0: none."""
+    adapter_file: AdapterFile | None = None
+    """Where it is."""
     place: int = -1
     """Of its adapter, in the step that is planned; -1: it has none."""
     resume: Resume | None = None

@@ -75,29 +75,43 @@ class AdapterRegistry:
             self._drop(number)
 
     def salted(self, number: int, salt: str) -> str:
-        """The salt under which what an adapter has computed is found: only by the same one's requests. Raises NotFound
-        for one that was removed."""
-        if not number:
+        """The salt under which what an adapter has computed is found: only by the same one's requests. Raises
+        InvalidArgument as `file`."""
+        if not number and not salt.startswith("\0"):
             return salt
-        known = next((own for own in self._named.values() if own.number == number), None)
-        if known is None:
-            raise NotFound("adapter", str(number))
-        return f"{known.file.digest}\0{salt}"
+        return f"\0{self.file(number).digest if number else ''}\0{salt}"
 
-    def hold(self, number: int) -> None:
-        """A request goes through an adapter from now on. Raises NotFound for one that was removed, and nobody holds."""
+    def held(self, number: int, salt: str) -> str:
+        """The same for a session, which holds the adapter from now on. Raises as `file`."""
+        if number:
+            self.hold(number, self.file(number))
+        return self.salted(number, salt)
+
+    def hold(self, number: int, file: AdapterFile) -> None:
+        """A request, or a session, goes through an adapter from now on, which may have been removed since `file` gave
+        what it was."""
         with self._lock:
             if number not in self.files:
-                raise NotFound("adapter", str(number))
+                self.files = {**self.files, number: file}
             self._num_holders[number] = self._num_holders.get(number, 0) + 1
 
     def release(self, number: int) -> None:
-        """One that held it has ended."""
+        """One that held it has ended; 0: it held none."""
+        if not number:
+            return
         with self._lock:
             self._num_holders[number] -= 1
             if not self._num_holders[number]:
                 del self._num_holders[number]
                 self._drop(number)
+
+    def file(self, number: int) -> AdapterFile:
+        """Where an adapter is. Raises InvalidArgument for one that was removed."""
+        file = self.files.get(number)
+        if file is None:
+            limit = "must be that of an adapter that is there: this one was removed meanwhile"
+            raise InvalidArgument("adapter", number, limit)
+        return file
 
     def _drop(self, number: int) -> None:
         """Where nobody can name it any more."""

@@ -169,7 +169,8 @@ class Engine:
             home=home,
         )
         request.limited_by, request.max_time, request.seed = limited_by, params.max_time, seeded.seed or 0
-        request.adapter = adapter
+        if adapter:
+            request.adapter, request.adapter_file = adapter, self.adapters.file(adapter)
         if resume is not None:
             reports = options.reporting.num_logprobs is not None
             check_resume(resume, params.num_answers, limit - len(prompt), limits.vocab_size, reports)
@@ -194,9 +195,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
-        if request.adapter:
-            self.adapters.hold(request.adapter)
         self.scheduler.add(request)
+        if request.adapter_file is not None:
+            self.adapters.hold(request.adapter, request.adapter_file)
         self._arrived[request] = now = self.clock()
         if request.max_time is not None:
             self._deadlines[request] = now + request.max_time
@@ -339,8 +340,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self._arrived.pop(request, None) is not None:
             self.stats.ended.add(request)
-            if request.adapter:
-                self.adapters.release(request.adapter)
+            self.adapters.release(request.adapter)
         self.steps.begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)

@@ -57,7 +57,7 @@ class Sessions:
         engine.check_tokens("prompt", tokens)
         self._check_branches(None, 1)
         self._check_size(None, len(tokens))
-        history, tip = History.of(self._block_size, engine.adapters.salted(adapter, salt), tokens)
+        history, tip = History.of(self._block_size, engine.adapters.held(adapter, salt), tokens)
         ttl = self.limits.session_ttl if ttl is None else ttl
         owner = Owner(history, seed, salt, priority, ttl, len(tokens), adapter)
         self.owners[owner] = None
@@ -173,6 +173,7 @@ class Sessions:
             self._used(owner)
         else:
             del self.owners[owner]
+            engine.adapters.release(owner.adapter)
             self.num_tokens -= owner.counted
         self.num_closed += 1  # last: whoever sees another number finds it closed
 
