@@ -27,6 +27,7 @@ from pagedec.errors import (
     WeightsWarning,
 )
 from pagedec.inputs import PromptType, TextPrompt, TokensPrompt
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -64,6 +65,7 @@ __all__ = [
     "DeviceError",
     "DtypeWarning",
     "InvalidArgument",
+    "LoRARequest",
     "Logprob",
     "ModelFileError",
     "PagedecError",
@@ -116,7 +118,6 @@ ABSENT_NAMES = {
     ),
     "ModelRegistry": "a model's family is a file of pagedec/models/families; others run through transformers' code",
     "initialize_ray_cluster": "the argument `executor='ray'` finds a cluster, or starts one",
-    "LoRARequest": "there are no LoRA adapters",
     "GuidedDecodingParams": "`StructuredOutputsParams` is the same by its newer name",
 }
 """Names of vLLM's package that there are not, with what there is."""

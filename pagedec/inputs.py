@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, TypeGuard
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown, counted
 from pagedec.fields import check_encodable
+from pagedec.lora.request import LoRARequest
 
 __all__ = ["Array", "Prompt", "PromptType", "TextPrompt", "TokensPrompt"]
 
@@ -231,6 +232,25 @@ def as_priority(priority: object) -> int:
     if not are_ids([priority]):
         raise InvalidArgument("priority", priority, "must be a whole number; lower ones run earlier")
     return int(priority)  # type: ignore[call-overload]
+
+
+def as_lora(lora_request: object, field: str = "lora_request") -> LoRARequest | None:
+    """An adapter, or None."""
+    if lora_request is not None and not isinstance(lora_request, LoRARequest):
+        raise InvalidArgument(field, lora_request, "must be a LoRARequest or None")
+    return lora_request
+
+
+def as_loras(lora_request: object, num_prompts: int) -> list[LoRARequest | None]:
+    """The adapter of each prompt: one for all, or one or None for each."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * num_prompts
+    if not isinstance(lora_request, (list, tuple)):
+        raise InvalidArgument("lora_request", lora_request, "must be a LoRARequest, None, or a list of them")
+    if len(lora_request) != num_prompts:
+        limit = f"must be one, or one or None for each of {counted(num_prompts, 'prompt')}"
+        raise InvalidArgument("lora_request", Shown(f"a list of {len(lora_request)}"), limit)
+    return [as_lora(one, f"lora_request[{i}]") for i, one in enumerate(lora_request)]
 
 
 def as_conversations(messages: object) -> tuple[list[Any], bool]:

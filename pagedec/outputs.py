@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from pagedec.errors import RequestError
+from pagedec.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from pagedec.tree import AnswerTree
@@ -99,9 +100,10 @@ class CompletionOutput:
     ancestry: list[int] | None = None
     item_id: int | None = None
     """The item that was chosen from a `token_trie`; None where there is none, or the answer was cut short."""
-    lora_request: ClassVar[None] = None
-    """vLLM's names, for what there is not: None, as there for a request without it."""
+    lora_request: LoRARequest | None = None
+    """The adapter that it was written with."""
     kv_transfer_params: ClassVar[None] = None
+    """vLLM's names, for what there is not: None, as there for a request without it."""
     routed_experts: ClassVar[None] = None
 
     def finished(self) -> bool:
@@ -143,9 +145,10 @@ class RequestOutput(Spelled):
     """Why the request could not be carried out; it has no answers then. Only where errors were asked to be returned."""
     block_size: int | None = None
     """Tokens in a block of KV."""
-    lora_request: ClassVar[None] = None
-    """vLLM's names, for what there is not: None, as there for a request without it."""
+    lora_request: LoRARequest | None = None
+    """The adapter that the request went through."""
     encoder_prompt: ClassVar[None] = None
+    """vLLM's names, for what there is not: None, as there for a request without it."""
     encoder_prompt_token_ids: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
 
@@ -265,7 +268,7 @@ class BeamSearchSequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    lora_request: ClassVar[None] = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,4 +299,5 @@ def _sequence(
         finish_reason=answer.finish_reason,
         stop_reason=stop_reason,
         score=answer.score,
+        lora_request=output.lora_request,
     )

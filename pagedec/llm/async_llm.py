@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from pagedec.core.resuming import Resume
 from pagedec.errors import InvalidArgument
-from pagedec.inputs import CallArgs, Prompt, as_priorities, check_call, check_no_lora
+from pagedec.inputs import CallArgs, Prompt, as_lora, as_priorities, check_call
 from pagedec.llm.async_session import Opening
 from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared
@@ -20,6 +20,7 @@ from pagedec.llm.readers import Mailbox, Reader
 from pagedec.llm.signature import listed
 from pagedec.llm.slow import is_heavy, is_long
 from pagedec.llm.streams import Stream
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, as_beams
 from pagedec.text.chat_template import Message, Tool
@@ -53,7 +54,7 @@ class AsyncLLM(Front):
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_salt: str = "",
         **of_vllm: Unpack[CallArgs],
@@ -67,9 +68,8 @@ class AsyncLLM(Front):
         field, value and limit, and `RequestError` where the request fails.
         """
         check_call("generate", of_vllm)
-        check_no_lora(lora_request)
         given = prompt, sampling_params, priority, cache_salt, request_id
-        async with contextlib.aclosing(self.resumable(*given)) as outputs:
+        async with contextlib.aclosing(self.resumable(*given, lora_request=lora_request)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -83,6 +83,7 @@ class AsyncLLM(Front):
         *,
         resume: Resume | None = None,
         begun: Callable[[int], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for whoever may be interrupted and has the same request go on later, or elsewhere.
 
@@ -91,8 +92,8 @@ class AsyncLLM(Front):
         `InvalidArgument`, for a `resume` that is not what the request comes to as well: at once, or where answers have
         to come anew from their beginning (of beams), as soon as it is seen.
         """
-        given = prompt, sampling_params, priority, cache_salt, request_id, resume
-        is_slow = is_long(prompt) or is_heavy(sampling_params)
+        given = prompt, sampling_params, priority, cache_salt, request_id, resume, as_lora(lora_request)
+        is_slow = is_long(prompt) or is_heavy(sampling_params) or self.loras.is_new(lora_request)
         if is_slow or self._admitting.locked():  # by a thread which prepares what is slow
             prepared = await asyncio.to_thread(self.prepare_one, *given)
         else:
@@ -108,7 +109,7 @@ class AsyncLLM(Front):
         prompt: Prompt,
         request_id: str | None,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """All answers to one prompt, once, as vLLM's engine gives them; `generate` with the same `params` shows what
         they have in common as it comes."""
@@ -124,7 +125,7 @@ class AsyncLLM(Front):
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -142,9 +143,9 @@ class AsyncLLM(Front):
             "template_kwargs": chat_template_kwargs,
         }
         check_call("chat", of_vllm)
-        check_no_lora(lora_request)
         orders = as_priorities([priority], 1)
-        prepared = await asyncio.to_thread(self.prepare_chat, [messages], sampling_params, orders, template, request_id)
+        given = [messages], sampling_params, orders, template, request_id, as_lora(lora_request)
+        prepared = await asyncio.to_thread(self.prepare_chat, *given)
         async with contextlib.aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -158,6 +159,7 @@ class AsyncLLM(Front):
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -165,7 +167,8 @@ class AsyncLLM(Front):
         """Branches in your own hands: `session = await llm.session(prompt)`, or `async with llm.session(prompt) as
         session`. See `AsyncSession`; what the arguments mean: see `LLM.session`."""
         template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
-        return Opening(self, *self._opening(prompt, messages, seed, priority, cache_salt, ttl, template))
+        opening = self._opening(prompt, messages, seed, priority, cache_salt, ttl, template)
+        return Opening(self, *opening, as_lora(lora_request))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterators give out what there is, with the reason "abort"; one that is over, or never
@@ -181,6 +184,22 @@ class AsyncLLM(Front):
     async def reset_prefix_cache(self) -> bool:
         """Forget all KV that no request holds, behind the step that runs; see `LLM.reset_prefix_cache`."""
         return await asyncio.wrap_future(self._resetting())
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter's files, in a thread, and keep it; see `LLM.add_lora`."""
+        return await asyncio.to_thread(self._added, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; see `LLM.remove_lora`."""
+        return self.loras.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of all adapters that were added; see `LLM.list_loras`."""
+        return self.loras.ids
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """True, or `InvalidArgument` for an adapter that is not there; see `LLM.pin_lora`."""
+        return self.loras.require(lora_id)
 
     async def check_health(self) -> None:
         """Raise what has ended the engine's thread, if anything has; `close` is no failure."""

@@ -18,6 +18,7 @@ from pagedec.llm.going import Going, Scored, all_scored, all_written
 from pagedec.llm.readers import Reader, outputs_of
 from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.llm.slow import is_heavy, is_long
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 from pagedec.text.conversation import Conversation
@@ -260,9 +261,12 @@ class AsyncSession(AsyncSessionBranch):
 class Opening:
     """A session that is about to be opened: to be awaited, or entered with `async with`."""
 
-    def __init__(self, front: AsyncLLM, opening: Callable[[Engine], OpenBranch], turns: Turns, num_tokens: int) -> None:
+    def __init__(
+        self, front: AsyncLLM, opening: Callable[[Engine, int], OpenBranch], turns: Turns, num_tokens: int,
+        lora: LoRARequest | None,
+    ) -> None:  # fmt: skip
         """`num_tokens`: of its prompt."""
-        self._front, self._opening, self._turns, self.num_tokens = front, opening, turns, num_tokens
+        self._front, self._opening, self._turns, self.num_tokens, self._lora = front, opening, turns, num_tokens, lora
         self.conversation = turns[0][1] if turns else None
         """Of a chat's first messages; see `conversations_of`."""
         self._session: AsyncSession | None = None
@@ -274,7 +278,9 @@ class Opening:
         return self._open().__await__()
 
     async def _open(self) -> AsyncSession:
-        future = self._front.loop.call(lambda engine: AsyncSession(self._front, self._opening(engine), self._turns))
+        front, lora = self._front, self._lora
+        adapter = await asyncio.to_thread(front.loras.add, lora) if front.loras.is_new(lora) else front.loras.add(lora)
+        future = front.loop.call(lambda engine: AsyncSession(front, self._opening(engine, adapter), self._turns))
         return await asyncio.wrap_future(future)
 
     async def __aenter__(self) -> AsyncSession:

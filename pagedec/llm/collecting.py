@@ -78,7 +78,10 @@ class Collection:
                 outputs.append(self.outputs[job.request_id].result())
             else:
                 self.errors[job.request_id] = error
-                outputs.append(RequestOutput(job.request_id, job.prompt, job.token_ids, [], True, error=error))
+                made = RequestOutput(
+                    job.request_id, job.prompt, job.token_ids, [], True, error=error, lora_request=job.lora
+                )
+                outputs.append(made)
         if self.errors and not return_errors:
             errors = [output.error for output in outputs if output.error is not None]
             raise RequestsFailed(errors, outputs) from errors[0]

@@ -22,16 +22,18 @@ from pagedec.errors import AbsentFeature, InvalidArgument, NotFound
 from pagedec.fields import Number
 from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.named import files_of
-from pagedec.inputs import Prompt, as_conversations, as_params, as_priorities, as_priority, read_salt
+from pagedec.inputs import Prompt, as_conversations, as_lora, as_loras, as_params, as_priorities, as_priority, read_salt
 from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched, named_files
+from pagedec.llm.loras import Loras
 from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, read_prompt
 from pagedec.llm.room import within_pool
 from pagedec.llm.signature import EngineArgs, signed
 from pagedec.llm.writer import Writer
+from pagedec.lora.request import LoRARequest
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.runtime.pool import KvPool
 from pagedec.speculation import speculation_name
@@ -69,7 +71,7 @@ class Front:
             self._defaults = sampling_defaults(local.model)
             self.engine, self.tokenizer = load_engine(local)
         self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids, self.engine.scheduler.limits.block_size)
-        self.loop = EngineLoop(self.engine)
+        self.loop, self.loras = EngineLoop(self.engine), Loras(self.engine.adapters)
         self._num_requests = 0
         self._admitting = threading.Lock()
         self.call_numbers = itertools.count()
@@ -138,6 +140,7 @@ class Front:
         *,
         special_tokens: bool = True,
         resume: Resume | None = None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Prepared]:
         """Check prompts and parameters, and make the requests that the loop takes. Raises `InvalidArgument`; nothing
         has changed then.
@@ -145,13 +148,14 @@ class Front:
         `sampling_params` is one object for all prompts or one for each; `priorities` one number for each; `cache_salt`
         of prompts that bring none; `request_id` is a name for the only one. A text far longer than the context is
         refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
-        `resume`: what was told of the only one's answers, behind which they go on.
+        `resume`: what was told of the only one's answers, behind which they go on. `lora`: the adapter of all, or one
+        or None for each; the files of one that is new are read here, and it stays, also behind an error.
         """
         self.loop.require_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each, names = as_params(params, len(prompts), "prompt")
         each = [copy.copy(own) if isinstance(own, RequestParams) else own for own in each]  # whose fields can be set
-        orders = as_priorities(priorities, len(prompts))
+        orders, loras = as_priorities(priorities, len(prompts)), as_loras(lora, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)
         read = [
             self._read(f"prompts[{i}]", prompt, own, special_tokens)
@@ -161,24 +165,26 @@ class Front:
             if isinstance(own, RequestParams) and own.structured_outputs is not None:
                 with _among(called, own):
                     self.prepare_grammar(own)  # while others may be admitted
+        adapters = [*map(self.loras.add, loras)]
         with self._numbered(len(prompts)) as first:
             return [
                 self._admitted(
-                    name or self._named(first + i), i, text, token_ids, own, order, salt or cache_salt, resume, called
+                    i, Job(name or self._named(first + i), text, token_ids, own, one), order, salt or cache_salt,
+                    resume, called, adapter,
                 )
-                for i, ((text, token_ids, salt), own, order, called) in enumerate(
-                    zip(read, each, orders, names, strict=True)
+                for i, ((text, token_ids, salt), own, order, called, one, adapter) in enumerate(
+                    zip(read, each, orders, names, loras, adapters, strict=True)
                 )
-            ]
+            ]  # fmt: skip
 
     def prepare_one(
         self, prompt: Prompt, sampling_params: Any, priority: int, cache_salt: str, request_id: str | None = None,
-        resume: Resume | None = None,
+        resume: Resume | None = None, lora: LoRARequest | None = None,
     ) -> list[Prepared]:  # fmt: skip
         """The same for a call's only prompt: errors are about its `prompt` and its `sampling_params`."""
         orders, salt = [as_priority(priority)], read_salt("cache_salt", cache_salt)
         with renamed("prompts[0]", "prompt"), renamed("sampling_params[0]", "sampling_params"):
-            return self.prepare([prompt], sampling_params, orders, salt, request_id, resume=resume)
+            return self.prepare([prompt], sampling_params, orders, salt, request_id, resume=resume, lora=as_lora(lora))
 
     def _named(self, number: int) -> str:
         """The id of a request that was given none."""
@@ -191,6 +197,7 @@ class Front:
         priorities: Sequence[int] | None,
         template: Mapping[str, Any],
         request_id: str | None = None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Prepared]:
         """The same for one conversation or a list of them; `template` holds `render_chat`'s options."""
         tokenizer = self.get_tokenizer()
@@ -201,7 +208,9 @@ class Front:
                 text = render_chat(tokenizer, conversation, **template)
             prompts.append({"prompt": text})
         with renamed("prompts" if several else "prompts[0]", "messages"):
-            return self.prepare(prompts, sampling_params, priorities, request_id=request_id, special_tokens=False)
+            return self.prepare(
+                prompts, sampling_params, priorities, request_id=request_id, special_tokens=False, lora=lora
+            )
 
     @contextlib.contextmanager
     def _numbered(self, count: int) -> Iterator[int]:
@@ -225,16 +234,18 @@ class Front:
         return text, token_ids if keep is None else token_ids[-keep:], salt
 
     def _admitted(
-        self, request_id: str, i: int, text: str | None, token_ids: list[int], params: Any, priority: int, salt: str,
-        resume: Resume | None, called: str,
-    ) -> Prepared:  # fmt: skip
+        self, i: int, job: Job, priority: int, salt: str, resume: Resume | None, called: str, adapter: int
+    ) -> Prepared:
         """`called`: what the parameters are, of a list; "" of what all prompts share."""
+        params, token_ids = job.params, job.token_ids
         room = within_pool(self.engine.scheduler.limits, params, len(token_ids))
         blamed = _blamed(f"prompts[{i}]", called or "sampling_params", params)
         with _among(called, params), blamed, room:
-            request = self.engine.admit(request_id, token_ids, params, priority, salt, resume=resume)
+            request = self.engine.admit(
+                job.request_id, token_ids, params, priority, salt, resume=resume, adapter=adapter
+            )
             self.writer.check_told(resume, params)
-        return Prepared(Job(request.id, text, token_ids, params), request)
+        return Prepared(job, request)
 
     # ---- sessions
     def prepare_grammar(self, params: RequestParams) -> None:
@@ -244,8 +255,8 @@ class Front:
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,
         ttl: float | None, template: Mapping[str, Any],
-    ) -> tuple[Callable[[Engine], OpenBranch], Turns, int]:  # fmt: skip
-        """What opens a session, for the loop, and how many tokens it begins with."""
+    ) -> tuple[Callable[[Engine, int], OpenBranch], Turns, int]:  # fmt: skip
+        """What opens a session with an adapter of the engine's, for the loop, and how many tokens it begins with."""
         self.loop.require_open()
         if (prompt is None) == (messages is None):
             raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
@@ -265,7 +276,17 @@ class Front:
         given = SamplingParams(seed=seed).seed
         with self._admitting:
             name = self.engine.draw_seed() if given is None else given
-        return lambda engine: engine.sessions.open(engine, token_ids, name, own, order, seconds), turns, len(token_ids)
+
+        def opening(engine: Engine, adapter: int) -> OpenBranch:
+            return engine.sessions.open(engine, token_ids, name, own, order, seconds, adapter)
+
+        return opening, turns, len(token_ids)
+
+    def _added(self, lora_request: LoRARequest) -> bool:
+        self.loop.require_open()
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidArgument("lora_request", lora_request, "must be a LoRARequest")
+        return self.loras.add(lora_request) > 0
 
     # ---- the end
     def close(self) -> None:

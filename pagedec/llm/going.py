@@ -35,7 +35,8 @@ class Going(Generic[B]):
         """`waits`: what it ends with is kept when it was read to its end (`read`). `name`: of the request. `options`:
         what the engine makes of `params`."""
         front = handle._front
-        job = Job(_named(handle, name), None, [], params)
+        lora = front.loras.of(handle._owner.adapter)
+        job = Job(_named(handle, name), None, [], params, lora)
         self.handle, self.keep, self.waits, self.stream = handle, keep, waits, Stream(job, front.writer)
         self._options = options
         self._calls: list[OpenCall] = []
@@ -87,7 +88,10 @@ def all_written(calls: Sequence[Going[B]], read: Iterable[Iterator[RequestOutput
             outputs.append(call.written(next(news)))
         except RequestError as error:
             job = call.stream.job
-            outputs.append(BranchOutput(job.request_id, job.prompt, job.token_ids, [], True, error=error))
+            failed = BranchOutput[B](
+                job.request_id, job.prompt, job.token_ids, [], True, error=error, lora_request=job.lora
+            )
+            outputs.append(failed)
     return unless_failed(outputs)
 
 

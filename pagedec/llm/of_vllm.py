@@ -341,7 +341,6 @@ ABSENT = {
     "get_metrics": "`llm.engine.stats` has the engine's counts and seconds, `output.metrics` a request's",
     "set_tokenizer": "the argument `tokenizer` names another one",
     "preprocess_chat": "`llm.get_tokenizer().apply_chat_template` makes a chat's prompt",
-    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "there are no LoRA adapters"),
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), _NO_MEDIA),
 }
 """Methods of vLLM's that there are not, with what there is."""

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from pagedec.errors import CallInterrupted, DeviceLost, InvalidArgument, RequestsFailed
 from pagedec.fields import Integer
-from pagedec.inputs import Array, CallArgs, Prompt, as_list, check_call, check_no_lora, with_token_ids
+from pagedec.inputs import Array, CallArgs, Prompt, as_list, as_lora, check_call, with_token_ids
 from pagedec.llm.beams import beam_output
 from pagedec.llm.collecting import Collection
 from pagedec.llm.front import Front, renamed
@@ -17,6 +17,7 @@ from pagedec.llm.prompts import Prepared
 from pagedec.llm.session import Session
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import BeamSearchOutput, RequestOutput
 from pagedec.params import BeamSearchParams, as_beams
 from pagedec.text.chat_template import Message, Tool
@@ -40,7 +41,7 @@ class LLM(Front):
         sampling_params: Any = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
         on_error: str = "raise",
@@ -52,9 +53,10 @@ class LLM(Front):
         "cache_salt"; an array of two dimensions is several. `prompt_token_ids` gives token ids apart, as vLLM's older
         calls do. `sampling_params` is one object for all prompts or one for each, of any registered decoder's parameter
         type; without it, those of `get_default_sampling_params`. `priority`: one number for each prompt, lower runs
-        earlier. `use_tqdm` shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it. `of_vllm`:
-        further arguments of vLLM's, which may ask for nothing. Everything is checked before anything starts: raises
-        `InvalidArgument` naming field, value and limit.
+        earlier. `lora_request` is the adapter of all prompts, or one or None for each: as `add_lora` adds it, unless it
+        is there already. `use_tqdm` shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it.
+        `of_vllm`: further arguments of vLLM's, which may ask for nothing. Everything is checked before anything starts:
+        raises `InvalidArgument` naming field, value and limit.
 
         A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises
         `RequestsFailed`, which carries all outputs; `on_error="return"` returns them, and the failed ones have an
@@ -62,10 +64,10 @@ class LLM(Front):
         `DeviceLost`, behind which nothing can run in this process.
         """
         check_call("generate", of_vllm)
-        return_errors = _checked(use_tqdm, lora_request, on_error)
+        return_errors = _checked(use_tqdm, on_error)
         many = with_token_ids(prompts, prompt_token_ids)
         with renamed("prompts", "prompts" if prompt_token_ids is None or prompts is not None else "prompt_token_ids"):
-            prepared = self.prepare(many, sampling_params, priority)
+            prepared = self.prepare(many, sampling_params, priority, lora=lora_request)
         return self._run(prepared, use_tqdm, return_errors)
 
     def chat(
@@ -74,7 +76,7 @@ class LLM(Front):
         sampling_params: Any = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -89,7 +91,7 @@ class LLM(Front):
         The prompt is encoded without further special tokens: the template writes those that its model wants.
         """
         check_call("chat", of_vllm)
-        return_errors = _checked(use_tqdm, lora_request, on_error)
+        return_errors = _checked(use_tqdm, on_error)
         template = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -97,13 +99,14 @@ class LLM(Front):
             "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
-        return self._run(self.prepare_chat(messages, sampling_params, priority, template), use_tqdm, return_errors)
+        prepared = self.prepare_chat(messages, sampling_params, priority, template, lora=lora_request)
+        return self._run(prepared, use_tqdm, return_errors)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -113,11 +116,11 @@ class LLM(Front):
         `concurrency_limit`: most prompts at a time; it changes no answer. Raises `InvalidArgument` before anything
         starts, and `RequestsFailed` where a request fails.
         """
-        return_errors = _checked(use_tqdm, lora_request, "return")
+        return_errors = _checked(use_tqdm, "return")
         limit = Integer("most prompts at a time", low=1, optional=True).check("concurrency_limit", concurrency_limit)
         beams = as_beams(params)
         with renamed("sampling_params", "params"):
-            prepared = self.prepare(as_list(prompts), beams)
+            prepared = self.prepare(as_list(prompts), beams, lora=lora_request)
         outputs: list[RequestOutput] = []
         while prepared:
             some = prepared[:limit]
@@ -132,7 +135,7 @@ class LLM(Front):
         prompt: Prompt,
         sampling_params: Any = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> Generator[RequestOutput, None, None]:
@@ -145,8 +148,7 @@ class LLM(Front):
         threads, and `generate` may run between; all are carried on by whichever is asked. Invalid arguments are raised
         here, not by the iterator; `RequestError` where the request fails.
         """
-        check_no_lora(lora_request)
-        return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))
+        return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt, lora=lora_request))
 
     def session(
         self,
@@ -157,6 +159,7 @@ class LLM(Front):
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -166,13 +169,15 @@ class LLM(Front):
 
         `seed` names the randomness of all branches; without one it is drawn from the engine's own. `priority`: of its
         requests, and where blocks run out the highest number gives way first. `ttl`: seconds after which the session is
-        closed if nobody uses it, by default the engine's `session_ttl`. `chat_template`, `tools` and
+        closed if nobody uses it, by default the engine's `session_ttl`. `lora_request`: the adapter of all branches.
+        `chat_template`, `tools` and
         `chat_template_kwargs` are of `messages`: see `render_chat`. Raises `InvalidArgument`, and `SessionLimit` where
         sessions hold all that they may.
         """
         template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
         opening, turns, _ = self._opening(prompt, messages, seed, priority, cache_salt, ttl, template)
-        return self.loop.at_once(lambda engine: Session(self, opening(engine), turns))
+        adapter = self.loras.add(as_lora(lora_request))
+        return self.loop.at_once(lambda engine: Session(self, opening(engine, adapter), turns))
 
     # ---- what goes with a model
     def reset_prefix_cache(self) -> bool:
@@ -182,6 +187,28 @@ class LLM(Front):
         done = self._resetting()
         self.loop.drive(done.done)
         return done.result()
+
+    # ---- adapters
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter's files, and keep it until `remove_lora`: requests need not bring it, and those that do need
+        not wait for its files. True, as of one that is there already. Raises `InvalidArgument` without `enable_lora`,
+        for a name or a number of another one, and for a rank above `max_lora_rank`; `ModelFileError` for files that do
+        not fit the model."""
+        return self._added(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that run, and sessions, go on with it. One that is named again later is read
+        anew. False: there is none of this number."""
+        return self.loras.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The numbers (`lora_int_id`) of all adapters that were added, by `add_lora` or by requests."""
+        return self.loras.ids
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """True: an adapter stays until it is removed, so there is nothing to pin. Raises `InvalidArgument` for one
+        that is not there."""
+        return self.loras.require(lora_id)
 
     # ---- inside
     def _stream(self, prepared: list[Prepared]) -> Generator[RequestOutput, None, None]:
@@ -236,11 +263,10 @@ class LLM(Front):
         self.close()
 
 
-def _checked(use_tqdm: object, lora_request: object, on_error: object) -> bool:
+def _checked(use_tqdm: object, on_error: object) -> bool:
     """Whether errors are to be returned; raises `InvalidArgument` for what a call for many prompts may not be told."""
     if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
         raise InvalidArgument("use_tqdm", use_tqdm, "must be true, false, or what makes a bar as tqdm does")
-    check_no_lora(lora_request)
     if not isinstance(on_error, str) or on_error not in ON_ERROR:
         raise InvalidArgument("on_error", on_error, f"must be one of {', '.join(ON_ERROR)}")
     return on_error == "return"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pagedec.core.request import Request
 from pagedec.errors import InvalidArgument
 from pagedec.inputs import are_ids, is_array, read_mapping, read_token_ids
+from pagedec.lora.request import LoRARequest
 from pagedec.params import RequestParams
 from pagedec.text.tokenizer import Tokenizer
 
@@ -21,6 +22,7 @@ class Job:
     prompt: str | None
     token_ids: list[int]
     params: RequestParams
+    lora: LoRARequest | None = None
 
 
 class Prepared(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.resuming import Resume
@@ -40,6 +41,8 @@ class Writer:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
     ) -> RequestOutput:
         """An output of answers that are written."""
+        if job.lora is not None:
+            answers = [replace(answer, lora_request=job.lora) for answer in answers]
         made = RequestOutput(
             job.request_id,
             job.prompt,
@@ -49,6 +52,7 @@ class Writer:
             metrics,
             prompt_logprobs,
             block_size=self.block_size,
+            lora_request=job.lora,
         )
         return made.spelled(self._spell(job.params))
 

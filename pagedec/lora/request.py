@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
+
+OF_VLLM = {
+    "tensorizer_config_dict": (None, "adapters in tensorizer's files are"),
+    "load_inplace": (False, "other weights under an adapter's name (remove it, and name it again) are"),
+    "long_lora_max_len": (None, "adapters for longer contexts are"),
+}
+"""Fields of vLLM's that there are not, what they may be, and what others ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """An adapter: its name, and the directory that PEFT has written, or a .gguf file. Requests of one name share one;
-    `lora_int_id` is another name of it, and must be one's own. Raises InvalidArgument."""
+    `lora_int_id` is another name of it, and must be one's own. Raises InvalidArgument.
+
+    The fields behind these are vLLM's, and ask for nothing; `base_model_name` may be any text.
+    """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
+    base_model_name: str | None = field(default=None, kw_only=True, repr=False, compare=False)
+    tensorizer_config_dict: None = field(default=None, kw_only=True, repr=False, compare=False)
+    load_inplace: bool = field(default=False, kw_only=True, repr=False, compare=False)
+    long_lora_max_len: None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in ("lora_name", "lora_path"):
-            value = getattr(self, field)
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
             if not isinstance(value, str) or not value or "\0" in value:
-                raise InvalidArgument(field, value, "must be a text that is not empty")
+                raise InvalidArgument(name, value, "must be a text that is not empty")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
             raise InvalidArgument("lora_int_id", self.lora_int_id, "must be a whole number above 0")
+        if self.base_model_name is not None and not isinstance(self.base_model_name, str):
+            raise InvalidArgument("base_model_name", self.base_model_name, "must be a text or None")
+        for name, (nothing, missing) in OF_VLLM.items():
+            given: Any = getattr(self, name)
+            if given is not nothing:
+                limit = f"{missing} not available in this version; available: {nothing!r}"
+                raise FeatureNotAvailable(name, given, limit)
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        return self.lora_path

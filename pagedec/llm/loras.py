@@ -1,0 +1,119 @@
+"""The adapters that requests may name: by their names, and by the numbers that people give them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import NamedTuple
+
+from pagedec.engine.adapters import AdapterRegistry
+from pagedec.errors import InvalidArgument, NotFound
+from pagedec.lora.request import LoRARequest
+
+
+class _Known(NamedTuple):
+    request: LoRARequest
+    path: str
+    number: int
+
+
+class Loras:
+    """Adapters that were added, until they are removed. Any thread may ask."""
+
+    def __init__(self, registry: AdapterRegistry) -> None:
+        self._registry = registry
+        self._adding, self._lock = threading.Lock(), threading.Lock()
+        self._known: dict[str, _Known] = {}  # in a mapping that nobody changes
+        self._requests: dict[int, LoRARequest] = {}  # by the engine's numbers, while anybody has such an adapter
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        """All that there are, in the order in which they were added."""
+        return [known.request for known in self._known.values()]
+
+    def named(self, name: str) -> LoRARequest:
+        """The one of this name. Raises NotFound."""
+        known = self._known.get(name)
+        if known is None:
+            raise NotFound("adapter", name, f"known are {', '.join(self._known)}" if self._known else "")
+        return known.request
+
+    def of(self, number: int) -> LoRARequest | None:
+        """Which one the engine knows by a number, removed or not; 0: none."""
+        return self._requests.get(number)
+
+    def is_new(self, request: LoRARequest | None) -> bool:
+        """Whether `add` would have to read files."""
+        return request is not None and self.requests.count(request) == 0
+
+    def add(self, request: LoRARequest | None) -> int:
+        """The engine's number of an adapter, whose files are read unless it is there already; 0 of none. Raises
+        InvalidArgument for a name or a number of another one, and what `AdapterRegistry.add` raises."""
+        if request is None:
+            return 0
+        path = os.path.abspath(os.path.expanduser(request.lora_path))
+        known = self._found(request)
+        if known is not None and known.path == path:
+            return known.number
+        with self._adding:
+            self._found(request)
+            added = self._registry.add(request.lora_name, path)
+            with self._lock:
+                if request.lora_name not in self._known:
+                    self._known = {**self._known, request.lora_name: _Known(request, path, added.number)}
+                self._note(added.number, request)
+            return added.number
+
+    def load(self, name: str, path: str) -> LoRARequest:
+        """Add an adapter under the lowest number that is free; one that is there already stays. Raises as `add`."""
+        while True:
+            known = self._known.get(name)
+            ids = self.ids
+            number = known.request.lora_int_id if known else next(i for i in range(1, len(ids) + 2) if i not in ids)
+            request = LoRARequest(name, number, path)
+            try:
+                self.add(request)
+            except InvalidArgument as error:
+                if error.field != "lora_int_id":
+                    raise
+                continue  # somebody else was faster
+            return self.named(name)
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter; requests and sessions that have it go on with it. False: there was none."""
+        with self._lock:
+            found = next((known for known in self._known.values() if known.request.lora_int_id == lora_int_id), None)
+            if found is None:
+                return False
+            self._known = {name: known for name, known in self._known.items() if known is not found}
+            self._registry.remove(found.request.lora_name)
+            return True
+
+    def require(self, lora_int_id: int) -> bool:
+        """True. Raises InvalidArgument where there is none of this number."""
+        if lora_int_id not in self.ids:
+            known = ", ".join(map(str, sorted(self.ids))) or "none yet"
+            raise InvalidArgument("lora_id", lora_int_id, f"must be that of an adapter that was added: {known}")
+        return True
+
+    @property
+    def ids(self) -> set[int]:
+        """The numbers that people have given them."""
+        return {request.lora_int_id for request in self.requests}
+
+    def _found(self, request: LoRARequest) -> _Known | None:
+        """An adapter of this name. Raises InvalidArgument where name and number are not of one."""
+        own, name = request.lora_int_id, request.lora_name
+        known = self._known.get(name)
+        if known is not None and known.request.lora_int_id != own:
+            raise InvalidArgument("lora_int_id", own, f"must be {known.request.lora_int_id}, that of adapter {name!r}")
+        other = next((one for one in self.requests if one.lora_int_id == own and one.lora_name != name), None)
+        if other is not None:
+            limit = f"must be another one for adapter {name!r}: it is that of adapter {other.lora_name!r}"
+            raise InvalidArgument("lora_int_id", own, limit)
+        return known
+
+    def _note(self, number: int, request: LoRARequest) -> None:
+        files = self._registry.files
+        kept = {own: one for own, one in self._requests.items() if own in files}
+        self._requests = {number: request} | kept
