@@ -29,9 +29,9 @@ LEAVES: dict[str, set[str]] = {
     "blame": {"errors", "params"},
     "certificates": {"errors"},
     "config": {"errors", "fields", "lora", "params", "speculation"},
-    "inputs": {"errors", "fields"},
+    "inputs": {"errors", "fields", "lora"},
     "lora": {"errors", "fields"},
-    "outputs": {"errors", "tree"},
+    "outputs": {"errors", "lora", "tree"},
 }
 """They hold values and know nothing of the rest: each with what it imports."""
 PURE = ("core", "constraints", "decoders")
@@ -65,9 +65,9 @@ HOMONYMS = {
     "registry": "what there is by name: decoding algorithms in one, families of models in the other",
     "batch": "a package, and the command line's file for it",
     "serve": "a package, and the command line's file for it",
-    "lora": "low-rank adapters: what people say of them, their files, and their places in kernels",
-    "adapters": "those that an engine knows by name, a model's layers have, and are on the way from one to the other",
-    "request": "the scheduler's, and a module that vLLM calls so, with the adapter of one",
+    "adapters": "which there are, a model's places for them, and their way there, a package's each",
+    "lora": "what people say of adapters, their files, and their kernels, a package's each",
+    "request": "one that runs, and vLLM's module of one that names an adapter",
     "Client": "who uses a server: as the server knows him in one, and what he asks with in the other",
 }
 """Names that several modules or several classes share, and why they may."""

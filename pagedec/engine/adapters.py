@@ -79,12 +79,14 @@ class AdapterRegistry:
         InvalidArgument as `file`."""
         if not number and not salt.startswith("\0"):
             return salt
-        return f"\0{self.file(number).digest if number else ''}\0{salt}"
+        file = self.file(number)
+        return f"\0{'' if file is None else file.digest}\0{salt}"
 
     def held(self, number: int, salt: str) -> str:
         """The same for a session, which holds the adapter from now on. Raises as `file`."""
-        if number:
-            self.hold(number, self.file(number))
+        file = self.file(number)
+        if file is not None:
+            self.hold(number, file)
         return self.salted(number, salt)
 
     def hold(self, number: int, file: AdapterFile) -> None:
@@ -105,10 +107,10 @@ class AdapterRegistry:
                 del self._num_holders[number]
                 self._drop(number)
 
-    def file(self, number: int) -> AdapterFile:
-        """Where an adapter is. Raises InvalidArgument for one that was removed."""
+    def file(self, number: int) -> AdapterFile | None:
+        """Where an adapter is; of 0, None. Raises InvalidArgument for one that was removed."""
         file = self.files.get(number)
-        if file is None:
+        if file is None and number:
             limit = "must be that of an adapter that is there: this one was removed meanwhile"
             raise InvalidArgument("adapter", number, limit)
         return file

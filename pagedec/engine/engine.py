@@ -22,7 +22,7 @@ from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import DEFAULT_LOGPROBS, Options, Vocabulary, check_reports, read_options, with_seed
 from pagedec.engine.sessions import Sessions
-from pagedec.engine.speculating import DRAFTING, TABLE, check_speculation, with_speculation
+from pagedec.engine.speculating import check_speculation, table_of, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.engine.steps import Steps
 from pagedec.errors import InvalidArgument, RequestError, Shown, counted
@@ -86,8 +86,7 @@ class Engine:
         self.scheduler, self.limits, self.vocabulary = scheduler, limits, vocabulary
         self.seed, self.stats = seed, EngineStats()
         self.speculative = speculative
-        if speculative is not None:
-            self._check_speculation(speculative, "speculative_config")
+        self._check_speculation(speculative, "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars: Grammars | None = None
@@ -147,7 +146,8 @@ class Engine:
         that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
-        params = self._with_speculation(params)
+        params = with_speculation(params, self.speculative)
+        self._check_speculation(table_of(params), "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
         limits, options = self.limits, options or self.options(params)
@@ -169,8 +169,7 @@ class Engine:
             home=home,
         )
         request.limited_by, request.max_time, request.seed = limited_by, params.max_time, seeded.seed or 0
-        if adapter:
-            request.adapter, request.adapter_file = adapter, self.adapters.file(adapter)
+        request.adapter, request.adapter_file = adapter, self.adapters.file(adapter)
         if resume is not None:
             reports = options.reporting.num_logprobs is not None
             check_resume(resume, params.num_answers, limit - len(prompt), limits.vocab_size, reports)
@@ -276,14 +275,9 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
-    def _with_speculation(self, params: RequestParams) -> RequestParams:
-        params = with_speculation(params, self.speculative)
-        if isinstance(params, DRAFTING) and isinstance(params.speculative, dict):
-            table = TABLE.check("speculative", params.speculative)  # somebody may have written to it
-            self._check_speculation(table, "speculative")
-        return params
-
-    def _check_speculation(self, table: dict[str, Any], field: str) -> None:
+    def _check_speculation(self, table: dict[str, Any] | None, field: str) -> None:
+        if table is None:
+            return
         limits = self.scheduler.limits
         draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None
         check_speculation(table, field, self.limits.max_model_len, draft_context)

@@ -29,6 +29,13 @@ def with_speculation(params: P, default: dict[str, Any] | None) -> P:
     return dataclasses.replace(params, speculative=own)
 
 
+def table_of(params: RequestParams) -> dict[str, Any] | None:
+    """What parameters say of how to draft, checked, since somebody may have written to it; None: nothing. Raises
+    `InvalidArgument`."""
+    said = params.speculative if isinstance(params, DRAFTING) else None
+    return TABLE.check("speculative", said) if isinstance(said, dict) else None
+
+
 def check_speculation(table: dict[str, Any], field: str, max_model_len: int, draft_context: int | None) -> None:
     """Raise `InvalidArgument` for drafts that no context holds, or whose model there is not. `field`: what `table` is;
     `draft_context`: the draft model's, None where there is none. That may be shorter than what nobody has said."""

@@ -11,7 +11,7 @@ from pagedec.errors import InvalidArgument, NotFound
 from pagedec.lora.request import LoRARequest
 
 
-class _Known(NamedTuple):
+class KnownLora(NamedTuple):
     request: LoRARequest
     path: str
     number: int
@@ -23,7 +23,7 @@ class Loras:
     def __init__(self, registry: AdapterRegistry) -> None:
         self._registry = registry
         self._adding, self._lock = threading.Lock(), threading.Lock()
-        self._known: dict[str, _Known] = {}  # in a mapping that nobody changes
+        self._known: dict[str, KnownLora] = {}  # in a mapping that nobody changes
         self._requests: dict[int, LoRARequest] = {}  # by the engine's numbers, while anybody has such an adapter
 
     @property
@@ -60,7 +60,7 @@ class Loras:
             added = self._registry.add(request.lora_name, path)
             with self._lock:
                 if request.lora_name not in self._known:
-                    self._known = {**self._known, request.lora_name: _Known(request, path, added.number)}
+                    self._known = {**self._known, request.lora_name: KnownLora(request, path, added.number)}
                 self._note(added.number, request)
             return added.number
 
@@ -101,7 +101,7 @@ class Loras:
         """The numbers that people have given them."""
         return {request.lora_int_id for request in self.requests}
 
-    def _found(self, request: LoRARequest) -> _Known | None:
+    def _found(self, request: LoRARequest) -> KnownLora | None:
         """An adapter of this name. Raises InvalidArgument where name and number are not of one."""
         own, name = request.lora_int_id, request.lora_name
         known = self._known.get(name)
