@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pagedec import LLM, SamplingParams
-from pagedec.errors import InvalidArgument, ModelFileError, NotFound, RequestError
+from pagedec.errors import InvalidArgument, ModelFileError, RequestError
 from tests.engine.deaths import executor_of
 from tests.engine.lora_cases import PLAIN, adapter, answered, arch_of, ask, merged, prompts, tokens_of
 from tests.formats.lora_files import write_lora
@@ -209,8 +209,6 @@ def test_what_is_removed_goes_on_where_it_runs(llama: Model, engines: Callable[.
     engine.add(engine.admit("runs", given, PLAIN, adapter=first))
     waiting = engine.admit("late", given, PLAIN, adapter=first)
     engine.adapters.remove("adapter 0")
-    with pytest.raises(NotFound, match="adapter"):
-        engine.admit("later", given, PLAIN, adapter=first)
     assert first in engine.adapters.files
     engine.add(waiting)
     found: dict[str, Any] = {}
@@ -220,6 +218,8 @@ def test_what_is_removed_goes_on_where_it_runs(llama: Model, engines: Callable[.
         ("runs", "late"), llama.want[1][0]
     )
     assert first not in engine.adapters.files
+    with pytest.raises(InvalidArgument, match="adapter is 1: must be that of an adapter that is there"):
+        engine.admit("later", given, PLAIN, adapter=first)
     again = engine.adapters.add("adapter 0", llama.adapters[1]).number
     assert again != first and answered(engine, [(again, given, PLAIN)]) == [llama.want[2][0]]
 
