@@ -55,7 +55,7 @@ class Case:
     eos: tuple[int, ...] = ()
     processing: LogitsRules = NO_RULES
     reporting: Reporting = NO_REPORTING
-    adapter: int = 0
+    adapter: int = field(default=0, kw_only=True)
 
     @property
     def is_session(self) -> bool:

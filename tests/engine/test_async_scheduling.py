@@ -176,7 +176,7 @@ def test_an_interrupt_in_a_step_that_is_begun_behind_one(tiny: Tiny) -> None:
 
 def test_an_interrupt_before_a_worker_knows_the_rules_of_a_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told them with the next one."""
-    own, inner, left = GREEDY.clone(repetition_penalty=1.4), Worker._tell_rules, [0]
+    own, inner, left = GREEDY.clone(repetition_penalty=1.4), Worker._tell, [0]
     [want] = tiny().generate([[7, 8, 9]], own, use_tqdm=False)
 
     def tell(worker: Worker, step: Any) -> None:
@@ -185,7 +185,7 @@ def test_an_interrupt_before_a_worker_knows_the_rules_of_a_step(tiny: Tiny, monk
             raise KeyboardInterrupt
         inner(worker, step)
 
-    monkeypatch.setattr(Worker, "_tell_rules", tell)
+    monkeypatch.setattr(Worker, "_tell", tell)
     for step in (1, 2):
         llm, heard, left[0] = tiny(**AHEAD), Heard(), step
         [(_, request)] = llm.prepare([[7, 8, 9]], own)

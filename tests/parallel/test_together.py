@@ -22,6 +22,9 @@ class Failing:
     def prepare(self, forward: LaneForward) -> None:
         """There is nothing to copy."""
 
+    def tell_adapters(self, step: Step) -> None:
+        """There are none."""
+
     def execute(self, *_: Any) -> None:
         self.is_through = self._gets_through or self.is_through
         raise MemoryError
