@@ -41,15 +41,13 @@ class StandIn:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.recommended)
 
-    def chat(self, messages: list[Any], sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
-        outputs = self.generate([talk[-1]["content"] for talk in messages], sampling_params, use_tqdm=use_tqdm)
+    def chat(self, messages: list[Any], sampling_params: Any, **options: Any) -> list[RequestOutput]:
+        outputs = self.generate([talk[-1]["content"] for talk in messages], sampling_params, **options)
         StandIn.calls[-1]["prompts"] = messages
         return [dataclasses.replace(output, prompt=f"<|user|>{output.prompt}") for output in outputs]
 
-    def generate(self, prompts: list[Any], sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
-        StandIn.calls.append(
-            {"engine": self.engine_args, "prompts": prompts, "params": sampling_params, "use_tqdm": use_tqdm}
-        )
+    def generate(self, prompts: list[Any], sampling_params: Any, **options: Any) -> list[RequestOutput]:
+        StandIn.calls.append({"engine": self.engine_args, "prompts": prompts, "params": sampling_params, **options})
         self.engine.stats.num_steps += 2
         self.engine.stats.num_rows += 10
         self.engine.stats.execute_seconds += 0.5
@@ -203,7 +201,7 @@ def test_log_probabilities_are_printed(
         {5: Logprob(-1.5, 2, "é\n"), 6: Logprob(-0.5, 1, "x")}, None, {7: Logprob(-0.25, 1, None)}
     ]  # fmt: skip
 
-    def generate(self: StandIn, prompts: list[Any], params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
+    def generate(self: StandIn, prompts: list[Any], params: Any, **options: Any) -> list[RequestOutput]:
         StandIn.calls.append({})
         answer = CompletionOutput(0, "é\nyz", [5, 6, 7], finish_reason="length", logprobs=given)
         asked = [None, {8: Logprob(-2.0, 1, "z")}] if params.prompt_logprobs == 0 else None

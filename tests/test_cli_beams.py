@@ -32,7 +32,7 @@ class StandIn:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.recommended)
 
-    def generate(self, prompts: list[str], params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
+    def generate(self, prompts: list[str], params: Any, **options: Any) -> list[RequestOutput]:
         StandIn.calls.append(params)
         outputs = []
         for i, prompt in enumerate(prompts):

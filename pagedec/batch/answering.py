@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,12 @@ class Terms:
     defaults: Mapping[str, Any]
     beams: Mapping[str, Any]
     any_model: bool
+    loras: Mapping[str, str] = field(default_factory=dict)
+    """Paths of adapters, by the names that bodies say in the place of the model's."""
+
+    def is_model(self, name: str) -> bool:
+        """Whether this is how the model itself is named: as it was given, or by the last part of that."""
+        return name in (self.model, Path(self.model).name)
 
 
 class Answered(NamedTuple):
@@ -76,7 +82,9 @@ class LineAnswering:
     the model alone."""
 
     def __init__(self, llm: LLM, terms: Terms) -> None:
+        """Raises what `LLM.add_lora` raises of the adapters."""
         self._llm, self._terms = llm, terms
+        self._loras = {name: llm.loras.load(name, path) for name, path in terms.loras.items()}
         self._feeder: Feeder[_Work] = Feeder(llm)
         own = llm.get_default_sampling_params()
         self._defaults = {name: getattr(own, name) for name in rules(SamplingParams)} | dict(terms.defaults)
@@ -107,8 +115,10 @@ class LineAnswering:
     def _ask(self, line: Line, request: LineRequest) -> None:
         terms = self._terms
         ask = parse_body(request.chat, request.body, self._defaults, terms.beams)
-        if ask.model is not None and ask.model not in (terms.model, Path(terms.model).name) and not terms.any_model:
-            raise NotFound("model", ask.model, f"this job runs {terms.model}; with any_model it answers to every name")
+        lora = self._loras.get(ask.model or "")
+        if ask.model is not None and lora is None and not terms.is_model(ask.model) and not terms.any_model:
+            runs = ", ".join((terms.model, *self._loras))
+            raise NotFound("model", ask.model, f"this job runs {runs}; with any_model it answers to every name")
         prompts = ask.prompts
         if ask.messages is not None:
             truncates = ask.params.truncate_prompt_tokens is not None
@@ -116,8 +126,8 @@ class LineAnswering:
         params = [ask.params] * len(prompts)
         if ask.params.seed is None:
             params = [dataclasses.replace(ask.params, seed=self._seed(line, i)) for i in range(len(prompts))]
-        field = "prompt" if ask.messages is None else "messages"
-        self._feeder.add(_Work(line, request.custom_id, ask), prompts, params, ask.priority, ask.cache_salt, field)
+        work, what = _Work(line, request.custom_id, ask), "prompt" if ask.messages is None else "messages"
+        self._feeder.add(work, prompts, params, ask.priority, ask.cache_salt, what, lora)
 
     def _seed(self, line: Line, index: int) -> int:
         """The seed of a prompt whose body has none: the same in every run of the job."""

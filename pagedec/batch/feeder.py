@@ -14,6 +14,7 @@ from pagedec.core.request import Finished
 from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import DeviceError, InvalidArgument, PagedecError, RequestError
 from pagedec.llm import LLM, Job
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestParams
 
@@ -50,11 +51,13 @@ class Feeder(Generic[K]):
         priority: int = 0,
         cache_salt: str = "",
         field: str = "prompt",
+        lora: LoRARequest | None = None,
     ) -> None:
         """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, in the
         words of a body that has the prompts as `field`, and adds none."""
         try:
-            prepared = self.llm.prepare(list(prompts), list(params), [priority] * len(prompts), cache_salt)
+            order = [priority] * len(prompts)
+            prepared = self.llm.prepare(list(prompts), list(params), order, cache_salt, lora=lora)
         except InvalidArgument as error:
             raise _of_a_body(error, len(prompts), field) from None
         group: _Group[K] = _Group(key, sum(one.num_answers for one in params))

@@ -25,6 +25,7 @@ from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, rules
 from pagedec.llm import LLM
+from pagedec.lora.request import LoRARequest
 from pagedec.params import BeamSearchParams, SamplingParams
 
 
@@ -51,8 +52,9 @@ class BatchJob:
     attention where `attention_backend` names one; `defaults` are sampling
     parameters for bodies that do not say, and `beams` those of beam search: with a `beam_width`, a body that does not
     say is a beam search. The model's `seed` names the randomness of bodies without a seed: such a line is given one
-    from its number and content, so that a job which was interrupted ends with the answers of one that was not. With
-    `any_model`, bodies may name any model. With `restart`, `run` forgets earlier answers. With `retry_failed`, it
+    from its number and content, so that a job which was interrupted ends with the answers of one that was not. `loras`
+    are paths of LoRA adapters by names: a body whose `model` is such a name goes through that adapter. With
+    `any_model`, bodies may name any other model. With `restart`, `run` forgets earlier answers. With `retry_failed`, it
     forgets those that are errors of any kind, and asks their lines as they are now: such a line may have been mended
     since.
 
@@ -71,6 +73,7 @@ class BatchJob:
         attention_backend: str = "auto",
         defaults: Mapping[str, Any] | None = None,
         beams: Mapping[str, Any] | None = None,
+        loras: Mapping[str, str] | None = None,
         any_model: bool = False,
         restart: bool = False,
         retry_failed: bool = False,
@@ -81,7 +84,7 @@ class BatchJob:
             if not str(value):  # as a path it would be the folder one is in
                 raise InvalidArgument(name, "", "must name a file")
         self.input, self.output, self.any_model = Path(input), Path(output), any_model
-        self.model, self.seed = model.model, model.seed
+        self.model, self.seed, self.loras = model.model, model.seed, dict(loras or {})
         self.defaults, self.beams = dict(defaults or {}), dict(beams or {})
         check_names("BeamSearchParams", self.beams, rules(BeamSearchParams), self.beams)
         params = SamplingParams.from_dict(self.defaults)
@@ -89,10 +92,12 @@ class BatchJob:
             raise FeatureNotAvailable("prompt_logprobs", params.prompt_logprobs, "not available in a batch")
         checked = {name: getattr(params, name) for name in sorted(self.defaults)}
         told = [dataclasses.asdict(model), any_model, checked, *([sorted(self.beams.items())] if self.beams else [])]
+        told += [{"loras": sorted(self.loras.items())}] if self.loras else []
         told += [kv_cache_dtype] if kv_cache_dtype != "auto" else []
         told += [attention_backend] if attention_backend in ATTENTION_PACKAGES else []  # answers have other bits
         settings = json.dumps(told, default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
+        self._check_loras()
         _check_files(self.input, self.output)
         self._journal = Journal(self.output, restart, retry_failed)
         self._done = self._journal.done
@@ -103,6 +108,12 @@ class BatchJob:
             self._journal.close()
             raise
         self.num_done = len(self._done)
+
+    def _check_loras(self) -> None:
+        for name, path in self.loras.items():
+            LoRARequest(name, 1, path)
+            if self.terms.is_model(name):
+                raise InvalidArgument("loras", name, "must be another name than the model's")
 
     def _survey(self) -> int:
         """Count the lines, and compare those that are answered with what was answered."""
@@ -117,9 +128,9 @@ class BatchJob:
                 raise self._changed(f"line {line.number} is not the one that {self.output} has an answer to")
             if entry.settings != self.settings:
                 limit = (
-                    "was begun with another model, seed or other sampling parameters, or with the model in another "
-                    "form (dtype, quantization, kv_cache_dtype, attention_backend, tokenizer ...); give the same, name "
-                    "another file, or start over with restart=True"
+                    "was begun with another model, seed or other sampling parameters, with other adapters, or with the "
+                    "model in another form (dtype, quantization, kv_cache_dtype, attention_backend, tokenizer ...); "
+                    "give the same, name another file, or start over with restart=True"
                 )
                 raise InvalidArgument("output", str(self.output), limit)
         if num_found < len(self._done):
@@ -156,13 +167,14 @@ class BatchJob:
         On an interrupt or an error what runs is aborted and what was written stays. Raises KeyboardInterrupt,
         OutputError, InvalidArgument if the input has lost lines meanwhile, and what the engine raises if a step fails.
         """
+        answering = LineAnswering(llm, self.terms)
         run = self.begin(use_tqdm, report)
-        return _answer_all(run, LineAnswering(llm, self.terms), window or WINDOW * llm.config.scheduler.max_num_seqs)
+        return _answer_all(run, answering, window or WINDOW * llm.config.scheduler.max_num_seqs)
 
     @property
     def terms(self) -> Terms:
         """What lines are answered by."""
-        return Terms(self.model, self.seed, self.settings, self.defaults, self.beams, self.any_model)
+        return Terms(self.model, self.seed, self.settings, self.defaults, self.beams, self.any_model, self.loras)
 
     def begin(self, use_tqdm: bool, report: Callable[[str], None] | None) -> Pass:
         """Start to answer the lines that have no record. Raises OutputError."""
@@ -297,6 +309,7 @@ def run_batch(
     *,
     defaults: Mapping[str, Any] | None = None,
     beams: Mapping[str, Any] | None = None,
+    loras: Mapping[str, str] | None = None,
     any_model: bool = False,
     restart: bool = False,
     retry_failed: bool = False,
@@ -317,6 +330,7 @@ def run_batch(
         attention_backend=llm.config.parallel.attention_backend,
         defaults=defaults,
         beams=beams,
+        loras=loras,
         any_model=any_model,
         restart=restart,
         retry_failed=retry_failed,

@@ -25,7 +25,7 @@ ENGINE_TITLES = {
     "cache": "engine: the KV cache",
     "scheduler": "engine: the steps",
     "session": "engine: sessions",
-    "lora": "engine: adapters",
+    "lora": "engine: LoRA adapters",
     "parallel": "engine: the machine",
 }
 RENAMED = {"seed": "engine_seed"}
@@ -255,6 +255,8 @@ def _read(path: str, flags: Mapping[str, str]) -> tuple[Mapping[str, Any], ...]:
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration: file first, flags over it, all of it checked."""
     values, flags = file_tables(arguments)[0], _given(arguments, ENGINE, engine_rules(), RENAMED)
+    if getattr(arguments, "lora", None) and not flags.setdefault("enable_lora", True):
+        raise InvalidArgument("lora", arguments.lora, "must not be given with --no-enable-lora")
     with _of_file(arguments, EngineConfig.from_kwargs, values, flags, engine_rules()):
         return EngineConfig.from_kwargs(**over_file(values, flags))
 

@@ -36,6 +36,7 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
+from pagedec.cli.loras import add_loras_argument, given_loras
 from pagedec.errors import DeviceLost, InvalidArgument, WorkersGone, counted
 from pagedec.fields import Flag, Integer, check_fields, option
 
@@ -58,8 +59,8 @@ bodies:
   gives is up to the context's end. The table [beams] of --config is for bodies that ask for a beam search; where it has
   a beam_width, for all but those that say use_beam_search false. A field that is not known, or that asks for what a
   batch cannot do (stream, echo, tools ...), makes an error record. model, where given, must be the model that runs, by
-  the name given to --model or by its last part. Where there is no text (detokenize false, --skip-tokenizer-init),
-  choices have token_ids.
+  the name given to --model or by its last part, or an adapter of --lora, through which the request goes then. Where
+  there is no text (detokenize false, --skip-tokenizer-init), choices have token_ids.
 
   A body without a seed is given one, made from --engine-seed and the line: an interrupted job ends as an uninterrupted
   one.
@@ -78,6 +79,7 @@ examples:
   pagedec batch -i requests.jsonl -o answers.jsonl --model ./my-model --temperature 0 --max-tokens 256
   pagedec batch -i requests.jsonl -o answers.jsonl --retry-failed
   pagedec batch -i requests.jsonl -o answers.jsonl --restart
+  pagedec batch -i requests.jsonl -o answers.jsonl --lora sql=./sql-adapter --lora chat=./chat.gguf --max-loras 2
   pagedec batch -i requests.jsonl -o answers.jsonl --ray --replicas 8
 """
 
@@ -126,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw a bar, even into a log (default: a bar if standard error is a terminal, else a line every 30 "
         "seconds; with --no-progress neither)",
     )
+    add_loras_argument(parser, "bodies may name as their model")
     add_options(parser, "job", BatchOptions)
     add_sampling_arguments(parser, "made from --engine-seed and the line", hidden=("prompt_logprobs",))
     add_engine_arguments(parser)
@@ -177,7 +180,7 @@ def _interrupted_by_termination() -> Iterator[Callable[[], bool]]:
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     defaults, beams = given_sampling(arguments), given_beams(arguments)
-    options = given_options(arguments, BatchOptions)
+    options, loras = given_options(arguments, BatchOptions), given_loras(arguments)
 
     from pagedec.batch.job import BatchJob
     from pagedec.batch.journal import OutputError
@@ -193,6 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
                 attention_backend=config.parallel.attention_backend,
                 defaults=defaults,
                 beams=beams,
+                loras=loras,
                 any_model=options.any_model,
                 restart=options.restart,
                 retry_failed=options.retry_failed,

@@ -27,11 +27,13 @@ from pagedec.cli.arguments import (
     has_engine_seed,
 )
 from pagedec.cli.console import DONE, USER_ERROR, say, spelled
+from pagedec.cli.loras import add_lora_argument, given_lora
 from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
 from pagedec.config import EngineConfig
 from pagedec.errors import OR_TOKEN_IDS, DeviceLost, InvalidArgument, ModelFileError, PagedecError, counted
+from pagedec.lora.request import LoRARequest
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="after each answer a line of numbers on standard error"
     )
+    add_lora_argument(parser)
     add_sampling_arguments(parser, FRESH, hidden=("n", "detokenize"))
     add_beam_arguments(parser, hidden=("num_return_sequences",))
     add_engine_arguments(parser, hidden=("skip_tokenizer_init",))
@@ -90,8 +93,9 @@ class Chat:
         write: Callable[[str], None],
         fresh_seeds: bool = False,
         aside: Callable[[str], None] | None = None,
+        lora: LoRARequest | None = None,
     ) -> None:
-        self.llm, self.params, self.write, self.fresh_seeds = llm, params, write, fresh_seeds
+        self.llm, self.params, self.write, self.fresh_seeds, self.lora = llm, params, write, fresh_seeds, lora
         self.conversation, self.aside = conversation, aside
         self.turns: list[tuple[Conversation, str, int]] = []
         """For each turn: the conversation before it, what the user said, and how often it was answered."""
@@ -111,7 +115,8 @@ class Chat:
         try:
             token_ids = self.conversation.ask(said)
             params = dataclasses.replace(self.params, seed=self._seed(times))
-            with contextlib.closing(self.llm.stream({"prompt_token_ids": token_ids}, params)) as stream:
+            stream = self.llm.stream({"prompt_token_ids": token_ids}, params, lora_request=self.lora)
+            with contextlib.closing(stream):
                 self._show(stream, parts)
         except PagedecError:
             self.last = None
@@ -282,13 +287,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("n", given["n"], "must be 1: a chat goes on with one answer")
     if not given.get("detokenize", True):
         raise InvalidArgument("detokenize", False, "must be true: a chat is text")
-    path = arguments.chat_template
+    lora, path = given_lora(arguments), arguments.chat_template
     template = None if path is None else read_text("chat_template", path)
 
     from pagedec.cli.active import active_line
     from pagedec.text.conversation import Conversation
 
     llm = _loaded(config)
+    if lora is not None:
+        llm.add_lora(lora)
     if llm.tokenizer is None:
         raise InvalidArgument("skip_tokenizer_init", True, "must be false: a chat is text")
     if template is None and llm.tokenizer.chat_template is None:
@@ -305,7 +312,7 @@ def run(arguments: argparse.Namespace) -> int:
     screen, fresh_seeds = Screen(sys.stdout), not has_engine_seed(arguments)
     conversation = Conversation(llm.tokenizer, system, chat_template=template)
     aside = screen.aside if interactive and environment.has_terminal() else None
-    chat = Chat(llm, conversation, params, screen.write, fresh_seeds, aside)
+    chat = Chat(llm, conversation, params, screen.write, fresh_seeds, aside, lora)
     status: int | None = None
     for line in read_turns(interactive):
         status = take(chat, screen, line, interactive, arguments.verbose)

@@ -27,10 +27,12 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, INTERRUPTED, say
+from pagedec.cli.loras import add_lora_argument, given_lora
 from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import json_fault, read_argument, read_stdin, read_text
 from pagedec.errors import CallInterrupted, InvalidArgument, counted
 from pagedec.fields import rules
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import RequestParams, SamplingParams
 
@@ -54,6 +56,7 @@ examples:
   pagedec generate "Once upon a time" --beam-width 4 --max-tokens 24 --show-tree --save-tree tree.svg
   pagedec generate "Is water wet?" --choice yes --choice no
   pagedec generate "A person as JSON:" --json-schema person.json
+  pagedec generate "Once upon a time" --lora ./my-adapter --max-lora-rank 64
   pagedec generate --config engine.toml --stop "\\n" --stop END < prompts.txt
 """
 
@@ -77,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw a progress bar, even into a log, and show no answer as it comes "
         "(default: if standard error is a terminal)",
     )
+    add_lora_argument(parser)
     trees.add_arguments(parser)
     add_sampling_arguments(parser)
     add_beam_arguments(parser)
@@ -158,6 +162,8 @@ def as_json(output: RequestOutput) -> str:
     from pagedec.text.json_lines import json_line
 
     record = dataclasses.asdict(output)
+    for answer in record["outputs"]:
+        del answer["lora_request"]  # the output's own
     if output.metrics is not None:
         record["metrics"] |= {
             "time_to_first_token": output.metrics.time_to_first_token,
@@ -230,11 +236,11 @@ def is_live(arguments: argparse.Namespace, prompts: Sequence[Prompt], params: Re
 
 
 def show_live(
-    llm: LLM, prompt: Prompt, titles: Sequence[str], params: RequestParams
+    llm: LLM, prompt: Prompt, titles: Sequence[str], params: RequestParams, lora: LoRARequest | None = None
 ) -> tuple[list[RequestOutput], bool]:
     """Show the answer to one prompt as it comes. Returns its last output, if there was one, and whether Ctrl-C ended
     it."""
-    stream = llm.stream(prompt, params)
+    stream = llm.stream(prompt, params, lora_request=lora)
     given = (
         prompt if isinstance(prompt, str) else prompt.get("prompt") or ",".join(map(str, prompt["prompt_token_ids"]))
     )
@@ -273,7 +279,7 @@ def _print(outputs: Sequence[RequestOutput], titles: Sequence[str], arguments: a
 
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
-    given = given_sampling(arguments)
+    given, lora = given_sampling(arguments), given_lora(arguments)
     if arguments.system is not None and not arguments.chat:
         raise InvalidArgument("system", arguments.system, "must be given with --chat")
     prompts = read_prompts(arguments, config.model.skip_tokenizer_init)
@@ -294,13 +300,13 @@ def run(arguments: argparse.Namespace) -> int:
     live, is_interrupted = is_live(arguments, prompts, params) and llm.tokenizer is not None, False
     if live:
         [prompt] = [_chat_prompt(llm, one) for one in conversations] or prompts
-        outputs, is_interrupted = show_live(llm, prompt, titles, params)
+        outputs, is_interrupted = show_live(llm, prompt, titles, params, lora)
     else:
         try:
             if arguments.chat:
-                outputs = llm.chat(conversations, params, use_tqdm=progress)
+                outputs = llm.chat(conversations, params, use_tqdm=progress, lora_request=lora)
             else:
-                outputs = llm.generate(prompts, params, use_tqdm=progress)
+                outputs = llm.generate(prompts, params, use_tqdm=progress, lora_request=lora)
         except CallInterrupted as interrupt:
             is_interrupted = True
             finished_ones = [(i, output) for i, output in enumerate(interrupt.outputs) if output is not None]

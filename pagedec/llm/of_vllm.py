@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedec.fields import Flag, Integer, Number, Rule, Text, Texts
-from pagedec.inputs import LORA, Only
+from pagedec.inputs import Only
 
 ALIASES = {
     "num_gpu_blocks_override": "num_blocks",
@@ -80,6 +80,13 @@ NEUTRAL: dict[str, Rule] = {
         ),
         Flag("nothing is logged"),
     ),
+    "max_cpu_loras": Integer(
+        "any number of adapters may be known; their files are read when they are needed", low=1, optional=True
+    ),
+    "fully_sharded_loras": Flag("ranks have of an adapter what they have of the layer"),
+    "specialize_active_lora": Flag("kernels look at the adapters that a step's rows have"),
+    "enable_tower_connector_lora": Flag(_NO_MEDIA),
+    "default_mm_loras": Unread(_NO_MEDIA),
     "calculate_kv_scales": Flag("each token and head has a scale of its own, made when it is written", optional=True),
     "kv_cache_metrics_sample": Number("nothing is logged", above=0, high=1),
     "show_hidden_metrics_for_version": Text("nothing is logged", optional=True),
@@ -207,16 +214,11 @@ ONLY: dict[str, Only] = {
     "convert": Only(("auto", "none"), _POOLING),
     "pooler_config": Only((None,), _POOLING),
     "override_pooler_config": Only((None,), _POOLING),
-    "max_cpu_loras": Only((None,), LORA),
-    "lora_dtype": Only(("auto", None), LORA),
-    "lora_extra_vocab_size": Only((256,), LORA),
-    **dict.fromkeys(
-        ("fully_sharded_loras", "enable_lora_bias", "enable_tower_connector_lora", "specialize_active_lora"),
-        Only((False,), LORA),
-    ),
-    **dict.fromkeys(
-        ("default_mm_loras", "long_lora_scaling_factors", "qlora_adapter_name_or_path"), Only((None,), LORA)
-    ),
+    "lora_dtype": Only(("auto", None), "adapters in other numbers than the model's are"),
+    "lora_extra_vocab_size": Only((256, 0), "adapters with tokens of their own are"),
+    "enable_lora_bias": Only((False,), "biases of adapters are"),
+    "long_lora_scaling_factors": Only((None,), "adapters for longer contexts are"),
+    "qlora_adapter_name_or_path": Only((None,), "an adapter that is loaded with the model (requests name theirs) is"),
     "enable_prompt_adapter": Only((False,), "prompt adapters are"),
     "max_prompt_adapters": Only((1,), "prompt adapters are"),
     "max_prompt_adapter_token": Only((0,), "prompt adapters are"),

@@ -84,6 +84,11 @@ class EngineArgs(TypedDict, total=False):
     enable_mfu_metrics: bool
     enable_logging_iteration_details: bool
     enable_mm_processor_stats: bool
+    max_cpu_loras: int | None
+    fully_sharded_loras: bool
+    specialize_active_lora: bool
+    enable_tower_connector_lora: bool
+    default_mm_loras: Any
     calculate_kv_scales: bool | None
     kv_cache_metrics_sample: float
     show_hidden_metrics_for_version: str | None
@@ -171,14 +176,9 @@ class EngineArgs(TypedDict, total=False):
     convert: str
     pooler_config: None
     override_pooler_config: None
-    max_cpu_loras: None
     lora_dtype: str | None
     lora_extra_vocab_size: int
-    fully_sharded_loras: bool
     enable_lora_bias: bool
-    enable_tower_connector_lora: bool
-    specialize_active_lora: bool
-    default_mm_loras: None
     long_lora_scaling_factors: None
     qlora_adapter_name_or_path: None
     enable_prompt_adapter: bool

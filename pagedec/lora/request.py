@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
@@ -20,28 +20,31 @@ class LoRARequest:
     """An adapter: its name, and the directory that PEFT has written, or a .gguf file. Requests of one name share one;
     `lora_int_id` is another name of it, and must be one's own. Raises InvalidArgument.
 
-    The fields behind these are vLLM's, and ask for nothing; `base_model_name` may be any text.
+    The arguments behind these are vLLM's, and ask for nothing; `base_model_name` may be any text.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
-    base_model_name: str | None = field(default=None, kw_only=True, repr=False, compare=False)
-    tensorizer_config_dict: None = field(default=None, kw_only=True, repr=False, compare=False)
-    load_inplace: bool = field(default=False, kw_only=True, repr=False, compare=False)
-    long_lora_max_len: None = field(default=None, kw_only=True, repr=False, compare=False)
+    base_model_name: InitVar[str | None] = field(default=None, kw_only=True)
+    tensorizer_config_dict: InitVar[None] = field(default=None, kw_only=True)
+    load_inplace: InitVar[bool] = field(default=False, kw_only=True)
+    long_lora_max_len: InitVar[None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, base_model_name: str | None, tensorizer_config_dict: Any, load_inplace: Any, long_lora_max_len: Any
+    ) -> None:
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value or "\0" in value:
                 raise InvalidArgument(name, value, "must be a text that is not empty")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
             raise InvalidArgument("lora_int_id", self.lora_int_id, "must be a whole number above 0")
-        if self.base_model_name is not None and not isinstance(self.base_model_name, str):
-            raise InvalidArgument("base_model_name", self.base_model_name, "must be a text or None")
-        for name, (nothing, missing) in OF_VLLM.items():
-            given: Any = getattr(self, name)
+        if base_model_name is not None and not isinstance(base_model_name, str):
+            raise InvalidArgument("base_model_name", base_model_name, "must be a text or None")
+        for (name, (nothing, missing)), given in zip(
+            OF_VLLM.items(), (tensorizer_config_dict, load_inplace, long_lora_max_len), strict=True
+        ):
             if given is not nothing:
                 limit = f"{missing} not available in this version; available: {nothing!r}"
                 raise FeatureNotAvailable(name, given, limit)

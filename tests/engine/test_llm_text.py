@@ -240,7 +240,7 @@ def test_arguments_that_mean_nothing_here(tiny: Tiny) -> None:
         ("trust_remote_code", "yes", InvalidArgument), ("gpu_memory_utilization", 1.5, InvalidArgument),
         ("swap_space", -1, InvalidArgument), ("pipeline_parallel_size", 2, FeatureNotAvailable),
         ("tokenizer_mode", "slow", FeatureNotAvailable),
-        ("max_lora_rank", 8, InvalidArgument), ("max_logprobs", -2, InvalidArgument),
+        ("max_lora_rank", 0, InvalidArgument), ("max_logprobs", -2, InvalidArgument),
         ("enable_chunked_prefill", False, FeatureNotAvailable), ("kv_cache_dtype", "fp8_e5m2", FeatureNotAvailable),
         ("device", "cuda", FeatureNotAvailable),
     ],

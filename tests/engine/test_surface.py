@@ -50,24 +50,24 @@ def test_a_request_without_a_lora(text_llm: LLM, asynchronous: AsyncLLM) -> None
     assert asyncio.run(last())
 
 
-def test_a_request_with_a_lora_is_refused_by_name(tiny: Tiny, asynchronous: AsyncLLM) -> None:
+def test_what_is_no_lora_is_refused(tiny: Tiny, text_llm: LLM, asynchronous: AsyncLLM) -> None:
     llm, lora = tiny(), {"lora_name": "mine"}
 
     async def first(outputs: Any) -> None:
         await anext(outputs)
 
     for call in (
-        lambda: llm.generate(PROMPT, GREEDY, lora_request=lora), lambda: llm.chat(HI, GREEDY, lora_request=lora),
+        lambda: llm.generate(PROMPT, GREEDY, lora_request=lora), lambda: text_llm.chat(HI, GREEDY, lora_request=lora),
         lambda: llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[None, lora]),
-        lambda: llm.stream(PROMPT, GREEDY, lora_request=lora),
+        lambda: llm.stream(PROMPT, GREEDY, lora_request=lora), lambda: llm.session(PROMPT, lora_request=lora),
+        lambda: asynchronous.session(PROMPT, lora_request=lora), lambda: llm.add_lora(lora),
+        lambda: asyncio.run(asynchronous.add_lora(lora)),
         lambda: asyncio.run(first(asynchronous.generate(PROMPT, GREEDY, lora_request=lora))),
         lambda: asyncio.run(first(asynchronous.chat(HI, GREEDY, lora_request=lora))),
     ):  # fmt: skip
-        with pytest.raises(
-            FeatureNotAvailable, match="^lora_request is .*mine.*: LoRA adapters are not available in this"
-        ):
+        with pytest.raises(InvalidArgument, match=r"^lora_request(\[1\])? is .*mine.*: must be a LoRARequest"):
             call()
-    assert llm._num_requests == 0
+    assert llm._num_requests == 0 and llm.list_loras() == set()
 
 
 def test_further_arguments_of_vllm_s_calls_may_ask_for_nothing(text_llm: LLM, asynchronous: AsyncLLM) -> None:
@@ -165,7 +165,7 @@ def test_outputs_have_the_names_of_what_there_is_not(tiny: Tiny) -> None:
     [answer] = output.outputs
     assert answer.lora_request is answer.kv_transfer_params is answer.routed_experts is None
     assert answer.logprobs is not None and answer.cumulative_logprob is not None and output.metrics is not None
-    assert "lora" not in repr(output) and output.num_cached_tokens == 0
+    assert "kv_transfer" not in repr(output) and output.num_cached_tokens == 0
 
 
 def test_times_are_of_the_clock_that_is_told(tiny: Tiny) -> None:
