@@ -11,6 +11,7 @@ import pytest
 from pagedec import LLM
 from pagedec.kernels.library import EMULATED_DEVICE
 from tests.engine.crowd import Tokens, workload
+from tests.engine.lora_models import Adapted
 from tests.models.checkpoints import VOCAB, make_checkpoint, variant
 
 EOS = 2
@@ -41,6 +42,27 @@ def tiny(tiny_path: Path) -> Iterator[Callable[..., LLM]]:
     def make(**arguments: object) -> LLM:
         settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 64, **arguments}
         made.append(LLM(str(tiny_path), **settings))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.engine.scheduler.check()
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def adapted(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """The tiny model with its adapters."""
+    return Adapted(tiny_path, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture
+def with_loras(adapted: Adapted) -> Iterator[Callable[..., LLM]]:
+    """Makes engines over it whose requests may name adapters."""
+    made = []
+
+    def make(**arguments: object) -> LLM:
+        made.append(adapted.load(**arguments))
         return made[-1]
 
     yield make
