@@ -88,7 +88,7 @@ def all_written(calls: Sequence[Going[B]], read: Iterable[Iterator[RequestOutput
             outputs.append(call.written(next(news)))
         except RequestError as error:
             job = call.stream.job
-            failed = BranchOutput[B](
+            failed: BranchOutput[B] = BranchOutput(
                 job.request_id, job.prompt, job.token_ids, [], True, error=error, lora_request=job.lora
             )
             outputs.append(failed)

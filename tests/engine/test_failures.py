@@ -212,8 +212,8 @@ def test_a_device_that_answers_nonsense_is_a_device_that_fails(
     llm = tiny(**SMALL)
     execute, left = llm.engine.executor.execute, [6]
 
-    def nonsense(forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
-        done = execute(forwards, rules)
+    def nonsense(*step: Any) -> Future[Answers]:
+        done = execute(*step)
         left[0] -= 1
         if left[0] <= 0 and len(done.result()["target"].draws) and not left.append(0) and len(left) == 2:
             change(done.result()["target"])
