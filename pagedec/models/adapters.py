@@ -56,6 +56,13 @@ def targets(arch: Architecture, layer: int) -> dict[str, Target]:
     return found
 
 
+def places_bytes(arch: Architecture, sizes: LoraSizes, each: int) -> int:
+    """What places for adapters take, of numbers of `each` bytes."""
+    found = [target for layer in range(arch.num_layers) for target in targets(arch, layer).values()]
+    of_a_rank = sum(target.n + len(target.modules) * target.k for target in found)
+    return sizes.num_places * sizes.rank * of_a_rank * each
+
+
 def _behind(modules: Sequence[str], sizes: Sequence[int]) -> tuple[np.ndarray, ...]:
     """Outputs one part's behind the other's; of one module they are all."""
     ends = np.cumsum(sizes)

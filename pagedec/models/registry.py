@@ -235,8 +235,6 @@ def load_model_weights(
 ) -> Model:
     """Open the weights and build the model, native or hosted."""
     check_ranks(arch, 1 if backend.link is None else backend.link.world)
-    if lora is not None:
-        check_adapters(arch)
     if isinstance(arch, HostedArchitecture):
         if isinstance(backend, DeviceBackend):
             limit = "must have a family of our own on a CUDA device: modeling code runs on processors"

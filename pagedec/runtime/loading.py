@@ -42,7 +42,7 @@ from pagedec.models.adapters import LoraSizes
 from pagedec.models.architecture import Architecture
 from pagedec.models.hf.hosted_architecture import HostedArchitecture
 from pagedec.models.model import Model
-from pagedec.models.registry import check_ranks, load_architecture, load_model_weights
+from pagedec.models.registry import check_adapters, check_ranks, load_architecture, load_model_weights
 from pagedec.models.sharding import part_of, sharded
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.fingerprint import model_digest, numerics_digest
@@ -55,7 +55,15 @@ from pagedec.runtime.numbers import NAMES, chosen_dtype, is_on_device
 from pagedec.runtime.pool import KvPool
 from pagedec.runtime.processors import default_threads, tell_torch
 from pagedec.runtime.runner import LaneRunner
-from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_blocks, target_pool, weight_bytes
+from pagedec.runtime.sizes import (
+    check_places,
+    draft_pool,
+    lane_pool,
+    memory_of,
+    offload_blocks,
+    target_pool,
+    weight_bytes,
+)
 from pagedec.runtime.weight_form import weight_form
 from pagedec.runtime.worker import Worker
 
@@ -185,8 +193,12 @@ def load_model(
         if isinstance(backend, DeviceBackend):
             advice = "quantization int8 takes a byte a weight, and tensor_parallel_size shares them among devices"
         warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
+    places = lora_sizes(lora)
+    if places is not None:
+        check_adapters(arch)
+        check_places(arch, backend, places)
     try:
-        model = load_model_weights(arch, files, backend, length, config.seed, lora_sizes(lora))
+        model = load_model_weights(arch, files, backend, length, config.seed, places)
     except (OSError, MemoryError, RuntimeError, ModelFileError) as error:
         if not is_out_of_memory(error.__cause__ or error if isinstance(error, ModelFileError) else error):
             raise

@@ -13,10 +13,11 @@ from pagedec.formats.quantize import FORMS
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.blocks import LAYOUTS
 from pagedec.kernels.device import DeviceBackend
+from pagedec.models.adapters import LoraSizes, places_bytes
 from pagedec.models.architecture import Architecture
 from pagedec.models.sharding import cut_shape, part_of, sharded
 from pagedec.runtime.cache import block_bytes
-from pagedec.runtime.memory import Memory, available_memory
+from pagedec.runtime.memory import Memory, available_memory, shown_size
 from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +60,16 @@ def _bytes_each(name: str, shape: tuple[int, ...], backend: Backend, bits: int |
     if kind in WEIGHT_BYTES:
         return WEIGHT_BYTES[kind]
     return whole if bits is None or len(shape) < 2 or ".layers." not in name else STORED_BYTES[bits]
+
+
+def check_places(arch: Architecture, backend: Backend, sizes: LoraSizes) -> None:
+    """Raise InvalidArgument where places for so many adapters do not fit into what there is beside nothing else."""
+    link = backend.link
+    own = arch if link is None else sharded(arch, part_of(arch, link.rank, link.world))
+    taken, memory = places_bytes(own, sizes, backend.dtype.itemsize), memory_of(backend)
+    if taken > memory.num_bytes:
+        limit = f"must be less, or max_lora_rank: places for adapters take {shown_size(taken)}, more than the {memory}"
+        raise InvalidArgument("max_loras", sizes.num_places, limit)
 
 
 def bytes_of_a_block(loaded: LoadedModel, config: EngineConfig) -> int:

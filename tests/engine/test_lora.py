@@ -15,6 +15,7 @@ import torch
 
 from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError
+from pagedec.runtime.memory import Memory
 from tests.engine.deaths import executor_of
 from tests.engine.lora_cases import PLAIN, adapter, answered, arch_of, ask, merged, prompts, tokens_of
 from tests.formats.lora_files import write_lora
@@ -249,6 +250,12 @@ def test_what_does_not_fit_is_refused(llama: Model, engines: Callable[..., LLM],
         place = write_lora(tmp_path / str(i), {name: pair})
         with pytest.raises(ModelFileError, match=f"the adapter does not fit the model: {name}.*{problem}"):
             add(name, str(place))
+
+
+def test_places_that_no_memory_holds(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedec.runtime.sizes.available_memory", lambda: Memory(1 << 30, "of this test"))
+    with pytest.raises(InvalidArgument, match="max_loras is 1024: must be less, or max_lora_rank: places .* take 1"):
+        engines(max_loras=1024, max_lora_rank=1024)
 
 
 def test_models_whose_layers_take_none(tmp_path: Path) -> None:
