@@ -33,10 +33,16 @@ LLAMA_GGUF_FIELDS = {
 
 
 def add(
-    engine: Engine, request_id: str, prompt: Sequence[int], params: Any, priority: int = 0, salt: str = ""
+    engine: Engine,
+    request_id: str,
+    prompt: Sequence[int],
+    params: Any,
+    priority: int = 0,
+    salt: str = "",
+    adapter: int = 0,
 ) -> Request:
     """Queue a request in an engine without a loop."""
-    request = engine.admit(request_id, prompt, params, priority, salt)
+    request = engine.admit(request_id, prompt, params, priority, salt, adapter=adapter)
     engine.add(request)
     return request
 

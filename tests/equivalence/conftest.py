@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedec.build import assemble, build_engine, vocabulary_of
 from pagedec.config import EngineConfig
@@ -22,6 +23,7 @@ from pagedec.runtime.loading import LoadedModel
 from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import Case, Scratch, run
 from tests.equivalence.remote import LOAD, VOCABULARY, weights_of
+from tests.formats.lora_files import write_lora
 
 # Small enough for torch, with the first tokens of the default model's vocabulary, so that the same prompts serve.
 TINY = {
@@ -58,6 +60,7 @@ KINDS = {
     "int8": {"dtype": "bfloat16", "num_threads": 2, "quantization": "int8", "load_format": "dummy"},
     "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "load_format": "dummy"},
     "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8", "load_format": "dummy"},
+    "adapters": {"dtype": "bfloat16", "load_format": "dummy", "enable_lora": True, "max_lora_rank": 8},
     "process": {"dtype": "bfloat16", "load_format": "dummy", "executor": "process"},
     "ranks": {"dtype": "float32", "load_format": "dummy", "executor": "process", "tensor_parallel_size": 2},
 }
@@ -70,6 +73,7 @@ TINY_KINDS = {
     "int8": TINY,
     "KV int8": TINY,
     "KV fp8": TINY,
+    "adapters": TINY,
     "process": TINY,
     "ranks": TINY,
 }
@@ -90,6 +94,29 @@ def arguments(kind: str) -> dict[str, Any]:
 def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
     return weights_of(EngineConfig.from_kwargs(max_model_len=1024, **arguments(kind)))
+
+
+@lru_cache(maxsize=1)
+def adapters() -> dict[str, str]:
+    """Two of the tiny model, of all its linear layers, by name."""
+    width, inner, kv = TINY["hidden_size"], TINY["intermediate_size"], TINY["num_key_value_heads"] * TINY["head_dim"]
+    shapes = {
+        **{f"self_attn.{name}_proj": (n, width) for name, n in (("q", width), ("k", kv), ("v", kv), ("o", width))},
+        "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+    }  # fmt: skip
+    found = {}
+    for rank in (8, 3):
+        generator = torch.Generator().manual_seed(rank)
+        pairs = {
+            f"model.layers.{i}.{name}": (
+                torch.randn(rank, k, generator=generator) * 0.1, torch.randn(n, rank, generator=generator) * 0.1
+            )
+            for i in range(TINY["num_hidden_layers"])
+            for name, (n, k) in shapes.items()
+        }  # fmt: skip
+        place = Path(tempfile.mkdtemp(prefix="pagedec-adapter-"))
+        found[f"of rank {rank}"] = str(write_lora(place, pairs, alpha=16))
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -125,7 +152,10 @@ def make_engine(kind: str, num_blocks: int = 256, **changes: Any) -> Engine:
     if config.parallel.executor == "process":
         executor = ProcessExecutor(config, LOAD)
         return build_engine(config, executor, tuple(loaded.arch.eos_token_ids), vocabulary())
-    return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft, vocabulary())
+    engine = assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft, vocabulary())
+    for name, path in adapters().items() if config.lora.enable_lora else ():
+        engine.adapters.add(name, path)  # they are 1 and 2
+    return engine
 
 
 @pytest.fixture

@@ -49,6 +49,8 @@ class Feature:
     salt: str = ""
     counts_steps: bool = False
     """The engine's clock counts its steps."""
+    adapter: int = 0
+    """The number of its low-rank adapter. Those around it have it, another one, or none."""
     kind: str = "tiny"
     """Of engine; what is alone is alone in such a one, too."""
     in_session: bool = False
@@ -101,6 +103,8 @@ FEATURES = {
     "a mixture of experts": Feature(
         {"num_blocks": 14, "max_num_batched_tokens": 19}, others=True, disturb=True, kind="mixture"
     ),
+    "a LoRA adapter": Feature({"max_num_batched_tokens": 11}, None, True, twice=True, adapter=1, kind="adapters"),
+    "LoRA adapters, preempted": Feature({"num_blocks": 14}, None, True, True, adapter=1, kind="adapters"),
     "executor process": Feature({"num_blocks": 20}, others=True, disturb=True, kind="process"),
     "tensor_parallel_size 2": Feature({"max_num_batched_tokens": 19}, others=True, disturb=True, kind="ranks"),
     "async_scheduling": Feature({"async_scheduling": True}, others=True),
@@ -203,7 +207,7 @@ def _across(tokens: list[int]) -> str:
     raise AssertionError("no two tokens of plain text in a row")
 
 
-def alone(params: Any, kind: str = "tiny") -> FinishedRequest:
+def alone(params: Any, kind: str = "tiny", adapter: int = 0) -> FinishedRequest:
     """By itself, with room for everything, and without drafts: plain sampling where the decoder must not change a
     token, else the decoder itself."""
     if isinstance(params, SamplingParams):
@@ -211,10 +215,10 @@ def alone(params: Any, kind: str = "tiny") -> FinishedRequest:
         params = SamplingParams(**{name: getattr(params, name) for name in names} | {"speculative": None})
     if isinstance(params, BeamSearchParams):
         params = replace(params, speculative=None)
-    key = f"{kind} {params!r}"  # some hold a dict and have no hash
+    key = f"{kind} {adapter} {params!r}"  # some hold a dict and have no hash
     if key not in _known:
         engine = make_engine(kind)
-        _known[key] = run(engine, [Case("cell", PROMPT, params)]).finished["cell"]
+        _known[key] = run(engine, [Case("cell", PROMPT, params, adapter)]).finished["cell"]
         engine.stop()
     return _known[key]
 
@@ -231,7 +235,8 @@ def begin(engine: Engine, feature: Feature, params: Any) -> list[Request]:
         if feature.resumed:
             told = [answer.token_ids for answer in alone(params, feature.kind).answers]
             resume = Resume(tuple(ToldAnswer(tuple(tokens[: len(tokens) // 2])) for tokens in told))
-        begun = [engine.admit("cell", PROMPT, params, feature.priority, feature.salt, resume=resume)]
+        given = {"resume": resume, "adapter": feature.adapter}
+        begun = [engine.admit("cell", PROMPT, params, feature.priority, feature.salt, **given)]
         assert (begun[0].resume is not None) == (feature.resumed and begun[0].decoder.resumes)
     for request in begun:
         engine.add(request)
@@ -246,6 +251,8 @@ def in_engine(engine: Engine, feature: Feature, params: Any) -> FinishedRequest:
         if again and engine.scheduler.pools["target"].offload is not None:  # blocks leave the pool for the host
             run(engine, [FILLING])
         cases = list(OTHERS) if feature.others else []
+        if feature.adapter:
+            cases = [replace(case, adapter=i % 3) for i, case in enumerate(cases)]
         request, *beside = begin(engine, feature, params)
         disturb = random.Random(5) if feature.disturb else None
         outcome = run(engine, cases, disturb, waiting_for=["cell", *(other.id for other in beside)])

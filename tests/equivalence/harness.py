@@ -42,11 +42,12 @@ TEXTS = [json.loads(line)["prompt"] for line in Path(__file__).parent.parent.joi
 
 @dataclass(frozen=True)
 class Case:
-    """A request by name. `params` as a user gives them."""
+    """A request by name. `params` as a user gives them; `adapter`: the engine's number of one."""
 
     name: str
     prompt: tuple[int, ...]
     params: Any
+    adapter: int = 0
 
     def __hash__(self) -> int:
         return hash((self.prompt, repr(self.params)))
@@ -139,7 +140,7 @@ def run(
     while len(outcome.tokens) < count:
         while waiting and (disturb is None or disturb.random() < 0.7):
             case = waiting.pop(0)
-            add(engine, case.name, case.prompt, case.params)
+            add(engine, case.name, case.prompt, case.params, adapter=case.adapter)
         if disturb and engine.scheduler.requests and disturb.random() < 0.3:
             engine.drain()
             engine.scheduler.preempt(disturb.choice(engine.scheduler.requests).id)

@@ -55,7 +55,7 @@ def weights_of(config: EngineConfig) -> tuple[LoadedModel, LoadedModel]:
     if arch.num_layers > LAYERS:
         deep: Any = LoadedModel(None, arch, files, config.model.max_model_len)  # of whose weights most are not read
         return first_layers(config, deep, LAYERS), first_layers(config, deep, DRAFT_LAYERS)
-    loaded = load_model(config.model, backend)
+    loaded = load_model(config.model, backend, lora=config.lora)
     return loaded, draft_of(config, loaded)
 
 
