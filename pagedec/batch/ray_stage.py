@@ -11,6 +11,7 @@ from pagedec.batch.answering import chat_prompt
 from pagedec.batch.feeder import Feeder
 from pagedec.errors import InvalidArgument, PagedecError
 from pagedec.llm import LLM
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestParams
 from pagedec.text.chat_template import check_messages
@@ -21,17 +22,28 @@ class GenerateStage:
 
         dataset.map_batches(GenerateStage, fn_constructor_kwargs={"model": "smollm2", "params": params}, concurrency=2)
 
-    `params` are sampling or beam search parameters, None: the model's own defaults; `column` names what is read,
+    `params` are sampling or beam search parameters, None: the model's own defaults; `lora_request` names the adapter of
+    all prompts; `column` names what is read,
     `prompt` (texts, or token ids) or `messages` (chats); all other arguments are the engine's. A batch keeps its
     columns and gets `text`, `token_ids` and `finish_reason` of the first answer, and `error`: None, or why there is no
     answer, which is then an empty text. A row's mistake costs that row alone.
     """
 
-    def __init__(self, *, params: RequestParams | None = None, column: str = "prompt", **engine: Any) -> None:
+    def __init__(
+        self,
+        *,
+        params: RequestParams | None = None,
+        column: str = "prompt",
+        lora_request: LoRARequest | None = None,
+        **engine: Any,
+    ) -> None:
         if column not in ("prompt", "messages"):
             raise InvalidArgument("column", column, "must be prompt or messages")
         self._llm, self._column = LLM(**engine), column
         self._params = self._llm.get_default_sampling_params() if params is None else params
+        self._lora = lora_request
+        if lora_request is not None:
+            self._llm.add_lora(lora_request)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a batch of columns. Raises `InvalidArgument` where the column is missing, `DeviceError` or
@@ -43,7 +55,7 @@ class GenerateStage:
         found: dict[int, list[RequestOutput] | PagedecError] = {}
         for at, row in enumerate(rows):
             try:
-                feeder.add(at, [self._prompt(row)], [self._params], field=self._column)
+                feeder.add(at, [self._prompt(row)], [self._params], field=self._column, lora=self._lora)
             except PagedecError as error:
                 found[at] = error
         try:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import SamplingParams
+from pagedec import LoRARequest, SamplingParams
 from pagedec.batch.ray_stage import GenerateStage
+from pagedec.errors import InvalidArgument
+from tests.batch.tiny import make_lora
 
 SAID = [{"role": "user", "content": "a"}]
 ENGINE: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_blocks": 64, "max_model_len": 64}
@@ -43,3 +45,17 @@ def test_a_row_s_mistake_costs_that_row_alone(name: str, good: list[Any], bad: l
     assert found["finish_reason"][len(good) :].tolist() == [None] * len(bad)
     assert len({tuple(ids) for ids in found["token_ids"][1 : len(good)]}) == 1
     assert found["id"].tolist() == list(range(len(errors)))
+
+
+def test_an_adapter(tiny: Path, tmp_path: Path) -> None:
+    lora = LoRARequest("a", 1, str(make_lora(tmp_path / "a", 8)))
+    rows = {"prompt": column("text", "more")}
+    params = SamplingParams(temperature=0, max_tokens=5)
+    plain, own = (
+        GenerateStage(model=str(tiny), params=params, lora_request=one, enable_lora=True, **ENGINE)(rows)
+        for one in (None, lora)
+    )
+    assert all(error is None for error in own["error"])
+    assert [ids.tolist() for ids in own["token_ids"]] != [ids.tolist() for ids in plain["token_ids"]]
+    with pytest.raises(InvalidArgument, match="^lora_request is 'a': must be None: .* without enable_lora"):
+        GenerateStage(model=str(tiny), lora_request=lora, **ENGINE)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
 from tokenizers import decoders, models, pre_tokenizers
+
+from tests.formats.lora_files import write_lora
 
 END = "<|end|>"
 TEMPLATE = (
@@ -47,3 +50,16 @@ def make_tiny(directory: Path) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (directory / "config.json").write_text(json.dumps(CONFIG))
     return directory
+
+
+def make_lora(directory: Path, rank: int) -> Path:
+    """Write an adapter of it that changes every answer; each rank's in its own way."""
+    generator = torch.Generator().manual_seed(rank)
+    pairs = {
+        f"model.layers.{i}.{module}": (
+            torch.randn(rank, k, generator=generator), torch.randn(64, rank, generator=generator)
+        )
+        for i in range(2)
+        for module, k in (("self_attn.q_proj", 64), ("mlp.down_proj", 128))
+    }  # fmt: skip
+    return write_lora(directory, pairs, alpha=2 * rank)

@@ -70,6 +70,18 @@ def test_the_example_of_recommendation(capsys: pytest.CaptureFixture[str]) -> No
         assert scores == sorted(scores, reverse=True)
 
 
+def test_the_example_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "lora.py"))["main"]([])
+    *batch, session, known = capsys.readouterr().out.splitlines()
+    answers = {}
+    for line in batch:
+        name, _, rest = line.partition(": ")
+        answers.setdefault(name, []).append(rest)
+    assert [*answers] == ["no adapter", "red", "blue"] and len({*map(tuple, answers.values())}) == 3
+    assert re.fullmatch(r"a session with blue: '.*', and -\d+\.\d\d for ' The end\.'", session)
+    assert session.split(": ")[1].split(", and")[0] in answers["blue"][0] and known == "known are now [1]"
+
+
 @pytest.mark.long
 def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(runpy.run_path(str(EXAMPLES / "async_llm.py"))["main"]())
