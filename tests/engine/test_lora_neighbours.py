@@ -3,7 +3,9 @@ bits, with an adapter or without."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 
 from pagedec import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from pagedec.errors import InvalidArgument, PagedecError, RequestError
-from tests.engine.lora_models import GREEDY, PROMPTS, Adapted, bits_of, prompts_of
+from pagedec.kernels.library import EMULATED_DEVICE
+from tests.engine.deaths import executor_of
+from tests.engine.lora_models import GREEDY, PROMPTS, Adapted, bits_of, prompts_of, tokens_of
 from tests.engine.test_hostile import MoodyParams, Tearing
 from tests.formats.lora_files import write_lora
 from tests.models.checkpoints import make_checkpoint, variant
@@ -183,3 +187,61 @@ def test_text_and_chats(tmp_path: Path) -> None:
         prompt = conversation.ask("And now another one.")
         [again] = llm.generate([prompt], short, use_tqdm=False, lora_request=lora)
         assert again.outputs[0].token_ids == told.outputs[0].token_ids
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+NUMBERS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}, {"quantization": "int8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("isa", "numbers"),
+    [
+        pytest.param(isa, own, id=f"{isa}-{own}", marks=pytest.mark.long if isa == EMULATED_DEVICE and i else [])
+        for isa in (None, "scalar", "avx2", EMULATED_DEVICE)
+        for i, own in enumerate(NUMBERS)
+    ],
+)
+def test_bits_in_all_numbers(
+    with_loras: Make, adapted: Adapted, isa: str | None, numbers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in a mixture, and without an adapter also in an engine that has no places for any."""
+    if isa is not None:
+        monkeypatch.setenv("PAGEDEC_ISA", isa)
+    if isa == EMULATED_DEVICE:
+        monkeypatch.setenv("PAGEDEC_DEBUG", "0")
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
+    prompts, loras = PROMPTS[:3], adapted.choices
+    asked = [(prompt, lora) for prompt in prompts for lora in loras]
+    llm = with_loras(max_loras=2, **numbers)
+    mixed = llm.generate(
+        [prompt for prompt, _ in asked], params, use_tqdm=False, lora_request=[lora for _, lora in asked]
+    )  # fmt: skip
+    single = with_loras(max_num_batched_tokens=32, **numbers)
+    alone = [single.generate(prompt, params, use_tqdm=False, lora_request=lora)[0] for prompt, lora in asked]
+    assert bits_of(mixed) == bits_of(alone)
+    without = with_loras(enable_lora=False, **numbers)
+    plain = without.generate(prompts, params, use_tqdm=False)
+    assert bits_of(plain) == bits_of(alone[:: len(loras)])
+
+
+@pytest.mark.parametrize("settings", [{"executor": "process"}, {"tensor_parallel_size": 2}], ids=str)
+def test_workers_of_their_own(with_loras: Make, adapted: Adapted, settings: dict[str, Any], tmp_path: Path) -> None:
+    """They are told which files there are; a group that dies is started anew, and reads them again."""
+    llm = with_loras(max_loras=2, **settings)
+    asked = [(prompt, lora) for prompt in PROMPTS for lora in adapted.choices]
+    given = [prompt for prompt, _ in asked], GREEDY
+
+    def answers() -> list[list[int]]:
+        return tokens_of(llm.generate(*given, use_tqdm=False, lora_request=[lora for _, lora in asked]))
+
+    want = [adapted.want(lora, prompt) for prompt, lora in asked]
+    assert answers() == want
+    streams = [llm.stream(PROMPTS[0], GREEDY, lora_request=lora) for lora in adapted.choices]
+    for stream in streams:
+        next(stream)
+    os.kill(executor_of(llm).pids[-1], signal.SIGKILL)
+    assert [list(stream)[-1].outputs[0].token_ids for stream in streams] == want[:4]
+    assert llm.remove_lora(1) and answers() == want
