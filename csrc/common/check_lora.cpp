@@ -3,6 +3,17 @@
 
 namespace pagedec {
 
+namespace {
+
+int check_values(const char *field, const int32_t *values, int64_t number, int32_t low, int32_t high) {
+  for (int64_t i = 0; i < number; i++)
+    if (values[i] < low || values[i] > high)
+      return fail("pd_lora: %s[%lld] is %d; it must be %d to %d", field, (long long)i, values[i], low, high);
+  return 0;
+}
+
+}  // namespace
+
 int check_lora(const pd_lora_args &a) {
   const char *name = "pd_lora";
   const bool gated = is_gated(a.epilogue);
@@ -22,7 +33,12 @@ int check_lora(const pd_lora_args &a) {
   if (gated && a.n % 32) return fail("%s: n is %d; with gate and up rows it must be a multiple of 32", name, a.n);
   if (a.y_dtype != PD_F32 && a.y_dtype != a.dtype)
     return fail("%s: y_dtype is %d; it must be %d (fp32) or dtype, %d", name, a.y_dtype, PD_F32, a.dtype);
-  return 0;
+  if (!kReadsRecords || *a.num_rows == 0) return 0;
+  return check_values("adapters", a.adapters, *a.num_rows, -1, a.num_places - 1) ||
+                 check_values("ranks", a.ranks, (int64_t)a.num_places * a.num_parts, 0, a.rank) ||
+                 check_values("parts", a.parts, ((int64_t)a.n + 15) / 16, 0, a.num_parts - 1)
+             ? -1
+             : 0;
 }
 
 }  // namespace pagedec

@@ -1,21 +1,23 @@
 // Low-rank updates of linear layers, each row's by its own adapter.
 //
 // Bits     A x: 16 sums a row of A, of every 16th product each, added up in one order. B: products in the order of
-//          ranks, from 0 on. Without fused operations: the same bits on every instruction set, whoever stands beside a
-//          row.
+//          ranks, from 0 on. Without fused operations: sums are the same bits on every instruction set, whoever stands
+//          beside a row; gates are those of the instruction set's linear layers.
 // Threads  First rows of A, then, behind a barrier, outputs: of four rows at a time, of which neighbours with one
 //          adapter share what is loaded of it.
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/vec_small.h"
 
 namespace pagedec {
 namespace {
 
-constexpr int kRows = 4;        // a tile
-constexpr int kRanks = 2;       // rows of A at a time
-constexpr int kColumns = 128;   // outputs of a unit: whole groups of gates
-constexpr int kGroup = 16;      // outputs that have their part in common
+constexpr int kRows = 4;       // a tile
+constexpr int kColumns = 128;  // outputs of a unit: whole groups of gates
+constexpr int kGroup = 16;     // outputs that have their part in common
+// Rows, and rows of A, whose sums are in registers together: of which there are 32, or 16 of half the width.
+constexpr int kLowRows = PD_LEVEL >= 2 ? kRows : 2, kRanks = PD_LEVEL >= 2 ? 4 : 2;
 
 // Neighbours of one tile that share an adapter: rows row .. row + count - 1.
 struct Run {
@@ -36,67 +38,118 @@ void each_run(const pd_lora_args &a, int64_t tile, const Fn &fn) {
 }
 int64_t num_tiles(const pd_lora_args &a) { return ((int64_t)*a.num_rows + kRows - 1) / kRows; }
 
+// Of the last ones of a row; seldom taken, and elsewhere written out many times.
+template <class E>
+[[gnu::noinline]] F16 load_last(const E *p, int64_t n) {
+  return load_tail(p, n);
+}
+template <class E>
+[[gnu::noinline]] void store_last(E *p, F16 a, int64_t n) {
+  store_tail(p, a, n);
+}
+
+// fn(integral_constant) of count, 1 to MOST.
+template <int MOST, class Fn>
+void of_count(int count, const Fn &fn) {
+  if constexpr (MOST > 1) {
+    if (count < MOST) return of_count<MOST - 1>(count, fn);
+  }
+  fn(std::integral_constant<int, MOST>());
+}
+
 template <class E, int COUNT, int RANKS>
 void low_products(const pd_lora_args &a, int64_t row, const E *rows_of_a, float *low, int64_t stride) {
   const E *x = (const E *)a.x + row * a.k;
   F16 sum[COUNT][RANKS];
   for (auto &own : sum)
     for (F16 &s : own) s = set16(0.0f);
-  for (int64_t i = 0; i < a.k; i += 16) {
+  int64_t i = 0;
+  const auto step = [&](const auto &load) {
     F16 w[RANKS];
-    for (int j = 0; j < RANKS; j++) w[j] = load_some(rows_of_a + (int64_t)j * a.k + i, a.k - i);
+#pragma GCC unroll 4
+    for (int j = 0; j < RANKS; j++) w[j] = load(rows_of_a + (int64_t)j * a.k + i);
+#pragma GCC unroll 4
     for (int r = 0; r < COUNT; r++) {
-      const F16 v = load_some(x + (int64_t)r * a.k + i, a.k - i);
+      const F16 v = load(x + (int64_t)r * a.k + i);
+#pragma GCC unroll 4
       for (int j = 0; j < RANKS; j++) sum[r][j] = sum[r][j] + v * w[j];
     }
-  }
+  };
+  for (; i + 16 <= a.k; i += 16) step([](const E *p) { return load16(p); });
+  if (i < a.k) step([&](const E *p) { return load_last(p, a.k - i); });
+#pragma GCC unroll 4
   for (int r = 0; r < COUNT; r++)
+#pragma GCC unroll 4
     for (int j = 0; j < RANKS; j++) low[r * stride + j] = sum_lanes(sum[r][j]);
 }
-template <class E, int COUNT>
-void low_of_rows(const pd_lora_args &a, int64_t row, const E *rows_of_a, int ranks, float *low, int64_t stride) {
-  if (ranks == kRanks) low_products<E, COUNT, kRanks>(a, row, rows_of_a, low, stride);
-  else low_products<E, COUNT, 1>(a, row, rows_of_a, low, stride);
-}
 
-// Ranks first .. first + kRanks - 1 of one part, of a tile's rows.
+// Ranks first .. first + number - 1 of one part, of a tile's rows.
 template <class E>
-void low_tile(const pd_lora_args &a, int64_t tile, int32_t part, int32_t first) {
+void low_tile(const pd_lora_args &a, int64_t tile, int32_t part, int32_t first, int32_t number) {
   const int64_t stride = (int64_t)a.num_parts * a.rank;
   each_run(a, tile, [&](const Run &run) {
     if (run.place < 0) return;
     const int64_t own = (int64_t)run.place * a.num_parts + part;
-    const int ranks = std::min(kRanks, a.ranks[own] - first);
+    const int ranks = std::min(number, a.ranks[own] - first);
     if (ranks <= 0) return;
     const E *rows_of_a = (const E *)a.a + (own * a.rank + first) * a.k;
-    float *low = a.low + run.row * stride + part * a.rank + first;
-    if (run.count == 4) low_of_rows<E, 4>(a, run.row, rows_of_a, ranks, low, stride);
-    else if (run.count == 3) low_of_rows<E, 3>(a, run.row, rows_of_a, ranks, low, stride);
-    else if (run.count == 2) low_of_rows<E, 2>(a, run.row, rows_of_a, ranks, low, stride);
-    else low_of_rows<E, 1>(a, run.row, rows_of_a, ranks, low, stride);
+    for (int r = 0; r < run.count; r += kLowRows) {
+      const int64_t row = run.row + r;
+      float *low = a.low + row * stride + part * a.rank + first;
+      of_count<kLowRows>(run.count - r, [&](auto count) {
+        constexpr int COUNT = decltype(count)::value;
+        if (ranks == kRanks) return low_products<E, COUNT, kRanks>(a, row, rows_of_a, low, stride);
+        for (int64_t j = 0; j < ranks; j++) low_products<E, COUNT, 1>(a, row, rows_of_a + j * a.k, low + j, stride);
+      });
+    }
   });
 }
 
-// to[r * stride + i] = from[r * stride + i] + scale * B (A x), of up to 16 outputs from `column` on.
+// sum += B (A x) of up to 16 outputs, of as many rows.
+template <class E, int COUNT>
+void add_ranks(const pd_lora_args &a, const E *b, int64_t left, const float *low, int32_t ranks, F16 (&sum)[COUNT]) {
+  const int64_t stride = (int64_t)a.num_parts * a.rank;
+  const auto each = [&](const auto &load) {
+    for (int32_t i = 0; i < ranks; i++) {
+      const F16 w = load(b + (int64_t)i * a.n);
+#pragma GCC unroll 4
+      for (int r = 0; r < COUNT; r++) sum[r] = sum[r] + set16(low[r * stride + i]) * w;
+    }
+  };
+  if (left >= kGroup) each([](const E *p) { return load16(p); });
+  else each([&](const E *p) { return load_last(p, left); });
+}
+
+// What a run's outputs from `column` on, up to 16, are in `from`, and with what is added to them in `to`.
+template <class Y, class Z>
+struct Columns {
+  const Z *from;
+  Y *to;
+  int64_t from_stride, to_stride;
+};
 template <class E, class Y, class Z>
-void add_outputs(const pd_lora_args &a, const Run &run, int64_t column, const Z *from, Y *to, int64_t stride) {
-  const int64_t left = std::min<int64_t>(a.n - column, kGroup), low_stride = (int64_t)a.num_parts * a.rank;
+void add_outputs(const pd_lora_args &a, const Run &run, int64_t column, const Columns<Y, Z> &columns) {
+  const int64_t left = std::min<int64_t>(a.n - column, kGroup);
   const int32_t part = a.parts[column / kGroup];
   const int64_t own = (int64_t)run.place * a.num_parts + part;
-  const int32_t ranks = run.place < 0 ? 0 : a.ranks[own];
-  const E *b = (const E *)a.b + ((int64_t)run.place * a.rank) * a.n + column;
-  const float *low = a.low + run.row * low_stride + part * a.rank;
-  F16 sum[kRows];
-  for (F16 &s : sum) s = set16(0.0f);
-  for (int32_t i = 0; i < ranks; i++) {
-    const F16 w = load_some(b + (int64_t)i * a.n, left);
-    for (int r = 0; r < run.count; r++) sum[r] = sum[r] + set16(low[r * low_stride + i]) * w;
-  }
-  const F16 scale = set16(ranks ? a.scales[own] : 0.0f);
-  for (int r = 0; r < run.count; r++) {
-    const F16 before = load_some(from + r * stride, left);
-    store_some(to + r * stride, ranks ? before + scale * sum[r] : before, left);
-  }
+  const int32_t ranks = a.ranks[own];
+  const E *b = (const E *)a.b + (int64_t)run.place * a.rank * a.n + column;
+  const float *low = a.low + (run.row * a.num_parts + part) * a.rank;
+  of_count<kRows>(run.count, [&](auto count) {
+    constexpr int COUNT = decltype(count)::value;
+    F16 sum[COUNT];
+    for (F16 &s : sum) s = set16(0.0f);
+    add_ranks<E, COUNT>(a, b, left, low, ranks, sum);
+    const F16 scale = set16(a.scales[own]);
+#pragma GCC unroll 4
+    for (int r = 0; r < COUNT; r++) {
+      const Z *from = columns.from + r * columns.from_stride;
+      Y *to = columns.to + r * columns.to_stride;
+      const F16 before = left < kGroup ? load_last(from, left) : load16(from);
+      const F16 after = ranks ? before + scale * sum[r] : before;
+      left < kGroup ? store_last(to, after, left) : store16(to, after);
+    }
+  });
 }
 
 template <class E, class Y>
@@ -105,7 +158,7 @@ void add_tile(const pd_lora_args &a, int64_t tile, int64_t first, int64_t end) {
     if (run.place < 0) return;
     for (int64_t column = first; column < end; column += kGroup) {
       Y *y = (Y *)a.y + run.row * a.n + column;
-      add_outputs<E>(a, run, column, y, y, a.n);
+      add_outputs<E>(a, run, column, Columns<Y, Y>{y, y, a.n, a.n});
     }
   });
 }
@@ -115,15 +168,12 @@ void gate_tile(const pd_lora_args &a, int64_t tile, int64_t first, int64_t end) 
   const int64_t bytes = a.y_dtype == PD_F32 ? 4 : 2;
   float sums[kRows][kColumns];
   each_run(a, tile, [&](const Run &run) {
-    for (int r = 0; r < run.count; r++) {
-      const float *z = a.z + (run.row + r) * a.n;
-      std::copy(z + first, z + end, sums[r]);
-    }
+    const float *z = a.z + run.row * a.n;
     for (int64_t column = first; run.place >= 0 && column < end; column += kGroup)
-      add_outputs<E>(a, run, column, &sums[0][column - first], &sums[0][column - first], kColumns);
+      add_outputs<E>(a, run, column, Columns<float, float>{z + column, &sums[0][column - first], a.n, kColumns});
     for (int r = 0; r < run.count; r++) {
       char *y = (char *)a.y + ((run.row + r) * (a.n / 2) + first / 2) * bytes;
-      gate_outputs(a.epilogue, a.y_dtype, sums[r], (end - first) / 32, y);
+      gate_outputs(a.epilogue, a.y_dtype, run.place < 0 ? z + r * a.n + first : sums[r], (end - first) / 32, y);
     }
   });
 }
@@ -134,10 +184,14 @@ bool is_asked(const pd_lora_args &a) {
 
 template <class E>
 void low_part(const pd_lora_args &a, int thread, int num_threads) {
-  const int64_t pieces = (a.rank + kRanks - 1) / kRanks, each = pieces * a.num_parts;
-  const Range units = share(num_tiles(a) * each, thread, num_threads);
-  for (int64_t u = units.begin; u < units.end; u++)
-    low_tile<E>(a, u / each, (int32_t)(u % each / pieces), (int32_t)(u % pieces) * kRanks);
+  const int64_t parts = num_tiles(a) * a.num_parts;
+  const int32_t each = parts * (a.rank / kRanks) < num_threads ? 1 : kRanks;  // ranks of a unit: few are all threads'
+  const int64_t pieces = (a.rank + each - 1) / each;
+  const Range units = share(parts * pieces, thread, num_threads);
+  for (int64_t u = units.begin; u < units.end; u++) {
+    const int64_t of = u / pieces;
+    low_tile<E>(a, of / a.num_parts, (int32_t)(of % a.num_parts), (int32_t)(u % pieces) * each, each);
+  }
 }
 template <class E>
 void outputs_part(const pd_lora_args &a, int thread, int num_threads) {

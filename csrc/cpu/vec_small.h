@@ -263,12 +263,19 @@ template <class E>
 PD_INLINE void store_some(E *p, F16 a, int64_t n) {
   n >= 16 ? store16(p, a) : store_tail(p, a, n);
 }
-PD_INLINE float sum_lanes(F16 a) {
-  float v[16];
-  store16(v, a);
+PD_INLINE float sum_lanes(F16 a) {  // each of the lower half and its fellow in the upper one, and so on
+#if PD_LEVEL >= 2
+  return _mm512_reduce_add_ps(a.v);
+#elif PD_LEVEL == 1
+  const __m256 eight = _mm256_add_ps(a.a, a.b);
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
   for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) v[i] = v[i] + v[i + width];
-  return v[0];
+    for (int i = 0; i < width; i++) a.v[i] = a.v[i] + a.v[i + width];
+  return a.v[0];
+#endif
 }
 PD_INLINE float max_lanes(F16 a) {  // of lanes without NaN, where the order cannot matter
 #if PD_LEVEL >= 2

@@ -15,7 +15,14 @@ from tests.kernels import cuda_library, host_memory
 host_memory.prepare(cuda_library.built())
 
 BESIDE_UNIT = {"test_argmax", "test_best", "test_copy_rows", "test_embed", "test_kv_copy", "test_norm", "test_parts"}
-BESIDE_UNIT |= {"test_pick_logits", "test_process_logits", "test_restrict_logits", "test_rope", "test_sample"}
+BESIDE_UNIT |= {
+    "test_lora",
+    "test_pick_logits",
+    "test_process_logits",
+    "test_restrict_logits",
+    "test_rope",
+    "test_sample",
+}
 BESIDE_UNIT |= {"test_soft_cap", "test_topk", "test_verify"}
 """Modules of kernels that avx512bf16 and both libraries of the matrix unit have in common, and those two whose vectors
 are emulated."""

@@ -21,7 +21,7 @@ from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels.test_library import compiler
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "pagedec.h"
-PARTS = (HEADER, *(HEADER.with_name(f"pagedec_{part}.h") for part in ("readout", "ranks", "experts")))
+PARTS = (HEADER, *(HEADER.with_name(f"pagedec_{part}.h") for part in ("readout", "ranks", "experts", "lora")))
 ENUMS: dict[str, tuple[str, type[IntEnum]]] = {  # of C: the prefix of its names, and ours
     "pd_dtype": ("PD_", records.Dtype),
     "pd_epilogue": ("PD_", records.Epilogue),
