@@ -1,8 +1,8 @@
 // Low-rank updates of linear layers, each row's by its own adapter.
 //
-// Bits     A x: 16 sums a row of A, of every 16th product each, added up in one order. B: products in the order of
-//          ranks, from 0 on. Without fused operations: sums are the same bits on every instruction set, whoever stands
-//          beside a row; gates are those of the instruction set's linear layers.
+// Bits     A x: 16 sums a row of A, added up in one order, of every 16th product each, in bf16 of two neighbours in
+//          each 32. B: products in the order of ranks, from 0 on, without fused operations. Sums are the same bits on
+//          every instruction set, whoever stands beside a row; gates are those of the instruction set's linear layers.
 // Threads  First rows of A, then, behind a barrier, outputs: of four rows at a time, of which neighbours with one
 //          adapter share what is loaded of it.
 #include <algorithm>
@@ -57,26 +57,43 @@ void of_count(int count, const Fn &fn) {
   fn(std::integral_constant<int, MOST>());
 }
 
+// Neighbours in k that are added up at a time: what a lane has of them, in this order, and how it adds them.
+template <class E>
+constexpr int kSpan = sizeof(E) == 2 ? 32 : 16;
+PD_INLINE void load_span(const float *p, F16 (&v)[1]) { v[0] = load16(p); }
+PD_INLINE void load_span(const bf16 *p, F16 (&v)[2]) { load_pairs(p, v[0], v[1]); }
+PD_INLINE F16 add_product(F16 sum, F16 a, F16 b, float) { return sum + a * b; }
+PD_INLINE F16 add_product(F16 sum, F16 a, F16 b, bf16) { return add_exact(sum, a, b); }
+// The last ones of a row, and zeros.
+template <class E>
+struct Last {
+  E values[kSpan<E>] = {};
+  Last(const E *p, int64_t n) { memcpy(values, p, n * sizeof(E)); }
+};
+
 template <class E, int COUNT, int RANKS>
 void low_products(const pd_lora_args &a, int64_t row, const E *rows_of_a, float *low, int64_t stride) {
+  constexpr int EACH = kSpan<E> / 16;
   const E *x = (const E *)a.x + row * a.k;
   F16 sum[COUNT][RANKS];
   for (auto &own : sum)
     for (F16 &s : own) s = set16(0.0f);
-  int64_t i = 0;
   const auto step = [&](const auto &load) {
-    F16 w[RANKS];
+    F16 w[RANKS][EACH], v[EACH];
 #pragma GCC unroll 4
-    for (int j = 0; j < RANKS; j++) w[j] = load(rows_of_a + (int64_t)j * a.k + i);
+    for (int j = 0; j < RANKS; j++) load(rows_of_a + (int64_t)j * a.k, w[j]);
 #pragma GCC unroll 4
     for (int r = 0; r < COUNT; r++) {
-      const F16 v = load(x + (int64_t)r * a.k + i);
+      load(x + (int64_t)r * a.k, v);
+#pragma GCC unroll 2
+      for (int e = 0; e < EACH; e++)
 #pragma GCC unroll 4
-      for (int j = 0; j < RANKS; j++) sum[r][j] = sum[r][j] + v * w[j];
+        for (int j = 0; j < RANKS; j++) sum[r][j] = add_product(sum[r][j], v[e], w[j][e], E());
     }
   };
-  for (; i + 16 <= a.k; i += 16) step([](const E *p) { return load16(p); });
-  if (i < a.k) step([&](const E *p) { return load_last(p, a.k - i); });
+  int64_t i = 0;
+  for (; i + kSpan<E> <= a.k; i += kSpan<E>) step([&](const E *p, auto &to) { load_span(p + i, to); });
+  if (i < a.k) step([&](const E *p, auto &to) { load_span(Last<E>(p + i, a.k - i).values, to); });
 #pragma GCC unroll 4
   for (int r = 0; r < COUNT; r++)
 #pragma GCC unroll 4
@@ -105,19 +122,23 @@ void low_tile(const pd_lora_args &a, int64_t tile, int32_t part, int32_t first, 
   });
 }
 
-// sum += B (A x) of up to 16 outputs, of as many rows.
+// sum[r] = B (A x) of up to 16 outputs, of as many rows.
 template <class E, int COUNT>
-void add_ranks(const pd_lora_args &a, const E *b, int64_t left, const float *low, int32_t ranks, F16 (&sum)[COUNT]) {
-  const int64_t stride = (int64_t)a.num_parts * a.rank;
+PD_INLINE void multiply_ranks(const E *b, int64_t n, int64_t left, const float *low, int64_t stride, int32_t ranks,
+                              F16 (&sum)[COUNT]) {
+  F16 own[COUNT];  // in registers: what is read could be what a reference leads to
+  for (F16 &s : own) s = set16(0.0f);
   const auto each = [&](const auto &load) {
     for (int32_t i = 0; i < ranks; i++) {
-      const F16 w = load(b + (int64_t)i * a.n);
+      const F16 w = load(b + (int64_t)i * n);
 #pragma GCC unroll 4
-      for (int r = 0; r < COUNT; r++) sum[r] = sum[r] + set16(low[r * stride + i]) * w;
+      for (int r = 0; r < COUNT; r++) own[r] = own[r] + set16(low[r * stride + i]) * w;
     }
   };
   if (left >= kGroup) each([](const E *p) { return load16(p); });
   else each([&](const E *p) { return load_last(p, left); });
+#pragma GCC unroll 4
+  for (int r = 0; r < COUNT; r++) sum[r] = own[r];
 }
 
 // What a run's outputs from `column` on, up to 16, are in `from`, and with what is added to them in `to`.
@@ -138,8 +159,7 @@ void add_outputs(const pd_lora_args &a, const Run &run, int64_t column, const Co
   of_count<kRows>(run.count, [&](auto count) {
     constexpr int COUNT = decltype(count)::value;
     F16 sum[COUNT];
-    for (F16 &s : sum) s = set16(0.0f);
-    add_ranks<E, COUNT>(a, b, left, low, ranks, sum);
+    multiply_ranks(b, a.n, left, low, (int64_t)a.num_parts * a.rank, ranks, sum);
     const F16 scale = set16(a.scales[own]);
 #pragma GCC unroll 4
     for (int r = 0; r < COUNT; r++) {

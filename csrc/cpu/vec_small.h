@@ -1,7 +1,9 @@
 // Sixteen floats at every instruction-set level, for the kernels that are not matrix products.
 //
 // Only operations that IEEE 754 defines exactly are offered, no fused multiply-add and no approximate reciprocal, and
-// sums over lanes have one order: what is written with these has the same bits on every instruction set.
+// sums over lanes have one order: what is written with these has the same bits on every instruction set. `add_exact` is
+// sum + a * b of products that fp32 holds, as of two bf16 (but below 2^-126): fused or not, the bits are the same.
+// `load_pairs` gives 32 numbers by even and odd places.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -85,6 +87,12 @@ PD_INLINE F16 load16(const bf16 *p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+PD_INLINE void load_pairs(const bf16 *p, F16 &even, F16 &odd) {
+  const __m512i pairs = _mm512_loadu_si512(p);
+  even = {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
+  odd = {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)))};
+}
+PD_INLINE F16 add_exact(F16 sum, F16 a, F16 b) { return {_mm512_fmadd_ps(a.v, b.v, sum.v)}; }
 PD_INLINE void store16(bf16 *p, F16 a) {
   const __m512i u = _mm512_castps_si512(a.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -160,6 +168,15 @@ PD_INLINE F16 load16(const bf16 *p) {
   const I16 wide{_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
   return as_float(shift_left(wide, 16));
 }
+PD_INLINE void load_pairs(const bf16 *p, F16 &even, F16 &odd) {
+  const __m256i *q = (const __m256i *)p, upper = _mm256_set1_epi32((int32_t)0xffff0000u);
+  const I16 pairs{_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+  even = as_float(shift_left(pairs, 16));
+  odd = as_float(I16{_mm256_and_si256(pairs.a, upper), _mm256_and_si256(pairs.b, upper)});
+}
+PD_INLINE F16 add_exact(F16 sum, F16 x, F16 y) {
+  return {_mm256_fmadd_ps(x.a, y.a, sum.a), _mm256_fmadd_ps(x.b, y.b, sum.b)};
+}
 PD_INLINE __m256i round_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
   const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -197,6 +214,7 @@ PD_LANEWISE(F16, load16, (const float *p), p[i])
 PD_LANEWISE(I16, load16i, (const int32_t *p), p[i])
 PD_LANEWISE(F16, load16, (const bf16 *p), to_float(p[i]))
 PD_LANEWISE(F16, operator+, (F16 a, F16 b), a.v[i] + b.v[i])
+PD_LANEWISE(F16, add_exact, (F16 sum, F16 a, F16 b), sum.v[i] + a.v[i] * b.v[i])
 PD_LANEWISE(F16, operator-, (F16 a, F16 b), a.v[i] - b.v[i])
 PD_LANEWISE(F16, operator*, (F16 a, F16 b), a.v[i] * b.v[i])
 PD_LANEWISE(F16, operator/, (F16 a, F16 b), a.v[i] / b.v[i])
@@ -222,6 +240,9 @@ PD_INLINE I16 as_int(F16 a) {
   I16 r;
   memcpy(&r, &a, sizeof r);
   return r;
+}
+PD_INLINE void load_pairs(const bf16 *p, F16 &even, F16 &odd) {
+  PD_LANES even.v[i] = to_float(p[2 * i]), odd.v[i] = to_float(p[2 * i + 1]);
 }
 template <class E>
 PD_INLINE void store16(E *p, F16 a) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import torch
 
@@ -83,6 +85,11 @@ class AdapterBuffers:
             self._write(self.places, self._nobody)
         self._is_used = len(places) > 0
 
+    @property
+    def is_used(self) -> bool:
+        """Whether some row of the step has one."""
+        return self._is_used
+
 
 class StepBuffers:
     """Inputs and activations of one lane. `num_rows` rows of each count in a step, `num_read` rows of the read-out.
@@ -134,6 +141,12 @@ class StepBuffers:
         write(self.slots, slots)
         if self.adapters is not None:
             self.adapters.load(adapters)
+
+    def without_adapters(self) -> StepBuffers:
+        """The same, for steps in which no row has one."""
+        plain = copy(self)
+        plain.adapters = None
+        return plain
 
     def load_read(self, rows: np.ndarray) -> torch.Tensor:
         """Choose the rows to read out; the view of the logits that will hold them."""

@@ -64,7 +64,9 @@ class LaneRunner:
         self._adapters = None if model.adapters is None else AdapterLoader(model.adapters)
         self.buffers = model.buffers(max_rows)
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
-        self.programs = model.programs(self.buffers, cache, self.plans)
+        self.programs = self._plain = model.programs(self.buffers, cache, self.plans)
+        if self.buffers.adapters is not None:  # where no row has one, none of their kernels is there
+            self._plain = model.programs(self.buffers.without_adapters(), cache, self.plans)
         self._roller = None  # the draft lane has one; it is in one piece
         if self.backend.link is None:
             self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
@@ -178,12 +180,14 @@ class LaneRunner:
             self._drawn.put(self.buffers.token_ids, awaited, -1 - forward.token_ids[awaited])
         for plan in self.plans:
             plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
+        own = self.buffers.adapters
+        programs = self._plain if own is None or not own.is_used else self.programs
         is_one = 0 < len(rows) <= READ_ROWS  # nearly always: one program, from token ids to logits
         if not is_one:
-            self.programs.body.run()
+            programs.body.run()
         for start in range(0, len(rows), READ_ROWS):
             logits = self.buffers.load_read(rows[start : start + READ_ROWS])
-            (self.programs.whole if is_one else self.programs.head).run()
+            (programs.whole if is_one else programs.head).run()
             self.is_through = not self._waits and start + READ_ROWS >= len(rows)
             yield logits, start
         self.is_begun = True

@@ -18,7 +18,7 @@ MODULES |= {"test_topk", "test_sample", "test_process_logits", "test_verify", "t
 MODULES |= {"test_attention_bits", "test_restrict_logits", "test_copy_rows", "test_pick_logits", "test_readout"}
 MODULES |= {"test_attention_unseen", "test_memory", "test_gemm", "test_gemm_int8", "test_kv_bytes"}
 MODULES |= {"test_gemm_activations", "test_gemm_blocks", "test_embed_blocks", "test_gemm_weight_only", "test_experts"}
-MODULES |= {"test_lora"}
+MODULES |= {"test_lora", "test_lora_gates"}
 TOO_LONG = {
     "test_tokens_follow_the_exact_distribution",
     "test_neighbouring_draws_are_independent",
@@ -28,6 +28,7 @@ TOO_LONG = {
 """Of those modules, for the emulated device: statistics of thousands of draws, where it is tested of which noise a draw
 is the argmax; and what the host does with kernels that are tested."""
 BETWEEN_PAGES = {"test_rows_in_and_out", "test_cache_writes_and_moves", "test_ends_of_arrays"}
+BETWEEN_PAGES |= {"test_ends_of_adapters"}
 """Tests of any module whose arrays lie between pages that end a process: in mappings of their own, which a device
 reaches only with all memory of the host. The emulated device alone runs them, as every instruction set does."""
 LONG = {"test_alone_is_in_a_crowd", "test_order_of_branches", "test_chunked_is_whole"}
@@ -62,6 +63,7 @@ def on_devices() -> list[str]:
         "test_cuda_attention",
         "test_cuda_fp16",
         "test_cuda_hopper",
+        "test_cuda_lora",
         "test_cuda_readout",
     }
 

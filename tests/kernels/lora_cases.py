@@ -14,6 +14,8 @@ from tests.kernels import calls
 from tests.kernels.calls import CODES, count, ints, normal
 
 NOBODY = -1
+MIXED = (0, 0, 0, 0, 0, NOBODY, 2, 1, 1, NOBODY, NOBODY, 2, 2, 2, 0, 1)
+"""Adapters of rows: runs of 1 to 5, some over the ends of a tile of four."""
 
 
 def behind(*widths: int) -> list[np.ndarray]:
@@ -63,6 +65,10 @@ def layer(
 def _is_reached(weights: LoraWeights, ranks: Sequence[int], n: int) -> Tensor:
     of_outputs = weights.parts.repeat_interleave(GROUP)[:n].long()
     return torch.arange(weights.b.shape[1])[:, None] < torch.tensor(ranks)[of_outputs]
+
+
+def rows_of(adapters: tuple[int, ...], k: int, dtype: torch.dtype, seed: int = 9) -> Tensor:
+    return normal(len(adapters), k, seed=seed, dtype=dtype)
 
 
 def update(m: int, k: int, rank: int, seed: int) -> LoraUpdate | None:

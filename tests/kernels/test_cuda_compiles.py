@@ -91,6 +91,8 @@ def test_sixteen_bytes_are_one_load(built: Build, name: str) -> None:
         ("norm", "norm_kernel", "st.global", 32),  # a step of an 8B model has 65 norms
         ("experts", "order_kernel", r"(atom|red)\.shared", 8),  # all choices, in each block
         ("experts", "combine_kernel", "st.global", 16),  # what eight experts have made of a value
+        ("lora", "lora_low_kernel", r"mma\.sync", 24),  # A x of one row: eight steps of each warp
+        ("lora", "lora_outputs_kernel", r"bar\.sync", 16),  # and its products with B: all of rank 16
         ("cache", "kv_copy_kernel", "st.global", 16),  # K or V of 8 moves, and where they lie
         *((name, f"{name}_kernel", r"setp\.\w+\.f32", 8) for name in ("argmax", "sample")),  # logits
     ],

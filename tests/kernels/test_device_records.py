@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Dtype, GemmArgs, KernelError, load
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Dtype, Epilogue, GemmArgs, KernelError, load
 from pagedec.kernels.reference import RopeShape
 from tests.kernels import calls, cuda_library
 from tests.kernels.calls import count, ints, normal, pointer
+from tests.kernels.lora_cases import in_turns, layer, lora
 
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 
@@ -86,6 +87,14 @@ def test_cache_writes_and_moves(strict: StrictContext) -> None:
     calls.rope_kv_write(context, qkv, *arrays, shape, cos_sin=normal(5, 16, seed=4), q_norm=norm, k_norm=norm)
     calls.kv_copy(context, k, v, ints([17, 18]), ints([9, 10]), ints(range(24)))
     assert strict.refused >= {"cos_sin", "q_norm", "k_norm", "positions", "k_cache", "token_plane"}
+
+
+def test_adapters(strict: StrictContext) -> None:
+    context, x = cast(Context, strict), normal(3, 40, seed=1, dtype=torch.bfloat16)
+    weights, z = layer(in_turns(48), 40, [[3, 5]], 5, torch.bfloat16), normal(3, 96, seed=2)
+    y = lora(context, [0, -1, 0], x, weights, z, Epilogue.SILU_MUL)
+    assert strict.refused >= {"adapters", "x", "a", "b", "scales", "ranks", "parts", "low", "z", "y"}
+    assert y.isfinite().all()
 
 
 def test_copies() -> None:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.blocks import LAYOUTS
-from pagedec.kernels.library import Context, Dtype, EmbedArgs, GemmArgs, Quantization, Segment
+from pagedec.kernels.library import Context, Dtype, EmbedArgs, Epilogue, GemmArgs, Quantization, Segment
 from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_blocks import BlockLinear
 from tests.kernels import calls
 from tests.kernels.attention_cases import Cache, run
 from tests.kernels.block_cases import FORMATS, random_blocks
 from tests.kernels.calls import CODES, DTYPES, count, ints, normal, pointer, threads
+from tests.kernels.lora_cases import behind, in_turns, layer, lora
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
 PAGE = mmap.PAGESIZE
@@ -160,6 +161,22 @@ def test_cache_writes_and_moves(guards: GuardedContext, dtype: torch.dtype, head
     calls.kv_copy(context, k, v, ints([17, 18, 19, 23, 0]), ints([9, 10, 11, 0, 23]), ints(range(24)))
     calls.kv_copy(context, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)))
     assert guards.num_guarded > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 15, 33, 64, 100])
+def test_ends_of_adapters(guards: GuardedContext, dtype: torch.dtype, k: int) -> None:
+    """The last row of x and of A, the last rank of B, parts that end inside of 16 outputs."""
+    context, adapters = cast(Context, guards), [1, 1, 1, 1, 1, -1, 0, 1]
+    x = normal(len(adapters), k, seed=1, dtype=dtype)
+    for of_parts in (behind(1), behind(32, 7), in_turns(48)):
+        weights = layer(of_parts, k, [[3] * len(of_parts), [5] * len(of_parts)], 5, dtype)
+        n = weights.b.shape[2]
+        lora(context, adapters, x, weights, normal(len(adapters), n, seed=2))
+        lora(context, adapters, x, weights, normal(len(adapters), n, seed=2, dtype=dtype))
+        if n % 32 == 0:
+            lora(context, adapters, x, weights, normal(len(adapters), n, seed=2), Epilogue.SILU_MUL, dtype)
+    assert guards.num_guarded > 60
 
 
 @pytest.mark.sampled(4)
