@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from pagedec.cli.adapter_flags import add_loras_argument, given_loras
 from pagedec.cli.arguments import (
     add_engine_arguments,
     add_options,
@@ -36,7 +37,6 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
-from pagedec.cli.loras import add_loras_argument, given_loras
 from pagedec.errors import DeviceLost, InvalidArgument, WorkersGone, counted
 from pagedec.fields import Flag, Integer, check_fields, option
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pagedec import environment
+from pagedec.cli.adapter_flags import add_lora_argument, given_lora
 from pagedec.cli.arguments import (
     add_beam_arguments,
     add_engine_arguments,
@@ -27,7 +28,6 @@ from pagedec.cli.arguments import (
     has_engine_seed,
 )
 from pagedec.cli.console import DONE, USER_ERROR, say, spelled
-from pagedec.cli.loras import add_lora_argument, given_lora
 from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagedec.cli import trees
+from pagedec.cli.adapter_flags import add_lora_argument, given_lora
 from pagedec.cli.arguments import (
     add_beam_arguments,
     add_engine_arguments,
@@ -27,7 +28,6 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, INTERRUPTED, say
-from pagedec.cli.loras import add_lora_argument, given_lora
 from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import json_fault, read_argument, read_stdin, read_text
 from pagedec.errors import CallInterrupted, InvalidArgument, counted
