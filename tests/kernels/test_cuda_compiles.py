@@ -77,7 +77,7 @@ def test_no_call_leaves_an_error_to_the_next_launch() -> None:
         assert not found, (source.name, found)
 
 
-@pytest.mark.parametrize("name", ["gemm_int8", "gemm_int8_many", "gemm_blocks", "gemm_blocks_many"])
+@pytest.mark.parametrize("name", ["gemm_int8", "gemm_int8_many", "gemm_blocks", "gemm_blocks_many", "lora"])
 def test_sixteen_bytes_are_one_load(built: Build, name: str) -> None:
     """Not one for each byte, as nvcc makes of a copy whose alignment it does not believe."""
     loads = set(re.findall(r"ld\.global\S*", built.ptx(name)))
