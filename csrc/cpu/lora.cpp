@@ -4,7 +4,7 @@
 //          each 32. B: products in the order of ranks, from 0 on, without fused operations. Sums are the same bits on
 //          every instruction set, whoever stands beside a row; gates are those of the instruction set's linear layers.
 // Threads  First rows of A, then, behind a barrier, outputs: of four rows at a time, of which neighbours with one
-//          adapter share what is loaded of it.
+//          adapter share what is loaded of it. Units go to threads by turns: those with nothing to do stand together.
 #include <algorithm>
 #include <type_traits>
 
@@ -207,8 +207,7 @@ void low_part(const pd_lora_args &a, int thread, int num_threads) {
   const int64_t parts = num_tiles(a) * a.num_parts;
   const int32_t each = parts * (a.rank / kRanks) < num_threads ? 1 : kRanks;  // ranks of a unit: few are all threads'
   const int64_t pieces = (a.rank + each - 1) / each;
-  const Range units = share(parts * pieces, thread, num_threads);
-  for (int64_t u = units.begin; u < units.end; u++) {
+  for (int64_t u = thread; u < parts * pieces; u += num_threads) {
     const int64_t of = u / pieces;
     low_tile<E>(a, of / a.num_parts, (int32_t)(of % a.num_parts), (int32_t)(u % pieces) * each, each);
   }
@@ -216,8 +215,7 @@ void low_part(const pd_lora_args &a, int thread, int num_threads) {
 template <class E>
 void outputs_part(const pd_lora_args &a, int thread, int num_threads) {
   const int64_t pieces = (a.n + kColumns - 1) / kColumns;
-  const Range units = share(num_tiles(a) * pieces, thread, num_threads);
-  for (int64_t u = units.begin; u < units.end; u++) {
+  for (int64_t u = thread; u < num_tiles(a) * pieces; u += num_threads) {
     const int64_t tile = u / pieces, first = u % pieces * kColumns, end = std::min<int64_t>(first + kColumns, a.n);
     if (a.epilogue != PD_ADD) gate_tile<E>(a, tile, first, end);
     else if (a.y_dtype == PD_F32) add_tile<E, float>(a, tile, first, end);
