@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagedec.engine.adapters import AdapterRegistry
+from pagedec.engine.adapters import AdapterRegistry, NamedAdapter
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.lora.request import LoRARequest
 
@@ -14,7 +17,15 @@ from pagedec.lora.request import LoRARequest
 class KnownLora(NamedTuple):
     request: LoRARequest
     path: str
-    number: int
+    added: NamedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLora(LoRARequest):
+    """An adapter as it was when somebody asked for it by its name: his until he lets it go, removed or not."""
+
+    number: int = field(kw_only=True)
+    digest: str = field(kw_only=True)
 
 
 class Loras:
@@ -33,10 +44,19 @@ class Loras:
 
     def named(self, name: str) -> LoRARequest:
         """The one of this name. Raises NotFound."""
-        known = self._known.get(name)
-        if known is None:
-            raise NotFound("adapter", name, f"known are {', '.join(self._known)}" if self._known else "")
-        return known.request
+        return self._get(name).request
+
+    @contextlib.contextmanager
+    def holding(self, name: str) -> Iterator[HeldLora]:
+        """The one of this name for requests that may have to wait: until this is left they go through it, also behind
+        its removal. Raises NotFound."""
+        known = self._get(name)
+        number, file = known.added.number, known.added.file
+        self._registry.hold(number, file)
+        try:
+            yield HeldLora(name, known.request.lora_int_id, known.path, number=number, digest=file.digest)
+        finally:
+            self._registry.release(number)
 
     def of(self, number: int) -> LoRARequest | None:
         """Which one the engine knows by a number, removed or not; 0: none."""
@@ -44,23 +64,25 @@ class Loras:
 
     def is_new(self, request: LoRARequest | None) -> bool:
         """Whether `add` would have to read files."""
-        return request is not None and self.requests.count(request) == 0
+        return not (request is None or isinstance(request, HeldLora) or request in self.requests)
 
     def add(self, request: LoRARequest | None) -> int:
         """The engine's number of an adapter, whose files are read unless it is there already; 0 of none. Raises
         InvalidArgument for a name or a number of another one, and what `AdapterRegistry.add` raises."""
         if request is None:
             return 0
+        if isinstance(request, HeldLora):
+            return request.number
         path = os.path.abspath(os.path.expanduser(request.lora_path))
         known = self._found(request)
         if known is not None and known.path == path:
-            return known.number
+            return known.added.number
         with self._adding:
             self._found(request)
             added = self._registry.add(request.lora_name, path)
             with self._lock:
                 if request.lora_name not in self._known:
-                    self._known = {**self._known, request.lora_name: KnownLora(request, path, added.number)}
+                    self._known = {**self._known, request.lora_name: KnownLora(request, path, added)}
                 self._note(added.number, request)
             return added.number
 
@@ -100,6 +122,12 @@ class Loras:
     def ids(self) -> set[int]:
         """The numbers that people have given them."""
         return {request.lora_int_id for request in self.requests}
+
+    def _get(self, name: str) -> KnownLora:
+        known = self._known.get(name)
+        if known is None:
+            raise NotFound("adapter", name, f"known are {', '.join(self._known)}" if self._known else "")
+        return known
 
     def _found(self, request: LoRARequest) -> KnownLora | None:
         """An adapter of this name. Raises InvalidArgument where name and number are not of one."""

@@ -15,7 +15,7 @@ import torch
 
 from pagedec import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedec.core.resuming import Resume, ToldAnswer
-from pagedec.errors import FeatureNotAvailable, InvalidArgument, ModelFileError
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, ModelFileError, NotFound
 from tests.engine.lora_models import GREEDY, NUM_TOKENS, PROMPTS, Adapted, bits_of, prompts_of, tokens_of
 
 Make = Callable[..., LLM]
@@ -357,3 +357,21 @@ def test_an_answer_that_was_cut_goes_on(adapted: Adapted) -> None:
             assert outputs[-1].lora_request is lora
 
     asyncio.run(main())
+
+
+def test_who_holds_one_goes_through_it_though_it_is_gone(with_loras: Make, adapted: Adapted) -> None:
+    """And where another one has its name meanwhile; who has let it go is refused."""
+    llm, (one, two, _), prompt = with_loras(), adapted.loras, PROMPTS[1]
+    llm.add_lora(one)
+    with llm.loras.holding("a1") as held:
+        assert llm.remove_lora(1) and llm.list_loras() == set()
+        llm.add_lora(LoRARequest("a1", 1, two.lora_path))
+        both = llm.generate([prompt] * 2, GREEDY, use_tqdm=False, lora_request=[held, llm.loras.named("a1")])
+        assert tokens_of(both) == [adapted.want(one, prompt), adapted.want(two, prompt)]
+        with llm.session(prompt, lora_request=held) as session:
+            assert session.generate(GREEDY).outputs[0].token_ids == adapted.want(one, prompt)
+    with pytest.raises(InvalidArgument, match="this one was removed meanwhile$"):
+        llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=held)
+    with pytest.raises(NotFound), llm.loras.holding("b1"):
+        pass
+    assert len(llm.engine.adapters.files) == 1
