@@ -23,8 +23,6 @@ MISSING_KEYS = {
 """Keys of vLLM's prompts that ask for what there is not, unless they are empty."""
 NO_TOKEN_IDS = ("float", "bfloat", "complex", "bool")
 """How the types of numbers begin that are no token ids."""
-LORA = "LoRA adapters are"
-"""Not available, wherever somebody asks for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +318,3 @@ def without_nothing(of_vllm: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in of_vllm.items()
         if not any(type(value) is type(one) and value == one for one in PARAMS_ONLY.get(name, ()))
     }
-
-
-def check_no_lora(lora_request: object) -> None:
-    """Raise `FeatureNotAvailable` for anything but None."""
-    if lora_request is not None:
-        raise FeatureNotAvailable("lora_request", lora_request, f"{LORA} not available in this version; it may be None")

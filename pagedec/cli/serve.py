@@ -36,6 +36,7 @@ EPILOG = """\
 examples:
   pagedec serve --port 50051
   pagedec serve --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem --api-keys keys.toml
+  pagedec serve --lora sql=./sql-adapter --lora chat=./chat.gguf --max-loras 2
   pagedec serve --speculative-config '{"method": "ngram"}' --admin-port 50052 --metrics-port 9090
 """
 
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
-    options, config = given_options(arguments, ServerConfig), recommending(arguments)
+    options = given_options(arguments, ServerConfig)
+    arguments.lora = options.lora or options.lora_dir  # which have the engine take adapters
+    config = recommending(arguments)
     environment.quiet_grpc()  # it waits for who reads standard error, while it holds up all connections
     from pagedec.serve.logs import begin_logging
 

@@ -4,7 +4,7 @@ Read `client` first, then `questions` and `handle` (what is asked), `asking` and
 back), `connection` and `failures`, `dropped`.
 """
 
-from pagedec.client.asking import CustomParams, ServedTrie
+from pagedec.client.asking import CustomParams, ServedLora, ServedTrie
 from pagedec.client.async_client import AsyncClient
 from pagedec.client.async_remote_session import AsyncRemoteBranch, AsyncRemoteSession
 from pagedec.client.client import Client
@@ -19,6 +19,7 @@ __all__ = [
     "CustomParams",
     "RemoteBranch",
     "RemoteSession",
+    "ServedLora",
     "ServedTrie",
     "ServerError",
 ]

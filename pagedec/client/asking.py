@@ -57,6 +57,18 @@ class ServedTrie(AllowedSequences):
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class ServedLora:
+    """An adapter that the server has loaded, by its name: what `lora_request` is for a server."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidArgument("name", self.name, "must be a text that is not empty")
+        check_encodable("name", self.name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomParams(RequestParams):
     """Parameters of a decoder that the server has registered: its name, its own `parameters`, and how many `answers`
@@ -134,6 +146,27 @@ def as_prompt(field: str, prompt: Any) -> tuple[prompt_pb2.Prompt, str | None, s
     if not is_array(token_ids) and not (is_list and are_ids(token_ids)):
         raise InvalidArgument(field, prompt, "must be text, a list of token ids, or a mapping with one of them")
     return prompt_pb2.Prompt(token_ids=as_ids(field, token_ids)), text, salt
+
+
+def as_model(lora_request: Any, model: str, field: str = "lora_request") -> str:
+    """What a request names as its model: an adapter, or where there is none the client's `model`. Raises
+    `InvalidArgument`."""
+    if lora_request is None:
+        return model
+    if not isinstance(lora_request, ServedLora):
+        limit = 'must be a ServedLora("NAME") of one that the server has loaded, or None: adapters do not travel'
+        raise InvalidArgument(field, lora_request, limit)
+    return lora_request.name
+
+
+def as_models(lora_request: Any, num_prompts: int, model: str) -> list[str]:
+    """The same for each of so many prompts, which have one adapter or a list of them. Raises `InvalidArgument`."""
+    if not isinstance(lora_request, (list, tuple)):
+        return [as_model(lora_request, model)] * num_prompts
+    if len(lora_request) != num_prompts:
+        limit = f"must be one for each of {num_prompts} prompts"
+        raise InvalidArgument("lora_request", Shown(f"a list of {len(lora_request)}"), limit)
+    return [as_model(one, model, f"lora_request[{i}]") for i, one in enumerate(lora_request)]
 
 
 def as_order(priority: Any) -> int:

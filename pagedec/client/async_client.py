@@ -9,14 +9,14 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from pagedec.client import questions
-from pagedec.client.asking import as_metadata, as_order
+from pagedec.client.asking import ServedLora, as_metadata, as_model, as_order
 from pagedec.client.async_remote_session import AsyncRemoteSession
 from pagedec.client.async_route import AsyncRoute, learned
 from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Way
 from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
 from pagedec.client.token_pieces import TokenPieces
-from pagedec.inputs import CallArgs, Prompt, check_call, check_no_lora
+from pagedec.inputs import CallArgs, Prompt, check_call
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, SamplingParams, as_beams
 from pagedec.v1 import model_service_pb2, session_service_pb2
@@ -46,7 +46,7 @@ class AsyncClient:
     ) -> None:
         way = target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume
         self._way = Way(*way, as_metadata(metadata))
-        self._line, self._model, self._pieces = AsyncRoute(self._way), model, TokenPieces(model)
+        self._line, self._model, self._pieces = AsyncRoute(self._way), model, TokenPieces()
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self._way.target}>"
@@ -58,7 +58,7 @@ class AsyncClient:
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: ServedLora | None = None,
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
@@ -66,8 +66,7 @@ class AsyncClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to one prompt as they grow; see `AsyncLLM.generate`. Leaving the iterator ends the request."""
         check_call("generate", of_vllm)
-        check_no_lora(lora_request)
-        question = Question.of("prompt", prompt, sampling_params, cache_salt)
+        question = Question.of("prompt", prompt, sampling_params, cache_salt, as_model(lora_request, self._model))
         async with contextlib.aclosing(self._outputs(question, request_id, priority, timeout)) as outputs:
             async for output in outputs:
                 yield output
@@ -78,7 +77,7 @@ class AsyncClient:
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: ServedLora | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: None = None,
@@ -94,8 +93,8 @@ class AsyncClient:
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
         check_call("chat", of_vllm)
-        check_no_lora(lora_request)
-        question = Question.of_chat(messages, sampling_params, options)
+        model = as_model(lora_request, self._model)
+        question = Question.of_chat(messages, sampling_params, options, model=model)
         async with contextlib.aclosing(self._outputs(question, request_id, priority, timeout)) as outputs:
             async for output in outputs:
                 yield output
@@ -105,7 +104,7 @@ class AsyncClient:
         prompt: Prompt,
         request_id: str | None,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: ServedLora | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """All answers to one prompt, once; see `AsyncLLM.beam_search`."""
@@ -118,7 +117,7 @@ class AsyncClient:
     async def _outputs(
         self, question: Question, request_id: str | None, priority: int, timeout: float | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        ask = question.growing(self._model, as_order(priority), request_id or "")
+        ask = question.growing(as_order(priority), request_id or "")
         async with contextlib.aclosing(self._line.read(ask, timeout)) as outputs:
             async for output in outputs:
                 if output is not None:
@@ -134,6 +133,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        lora_request: ServedLora | None = None,
         chat_template: None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -141,7 +141,8 @@ class AsyncClient:
         """Branches in your own hands, on the server: `session = await client.session(prompt)`, or `async with
         client.session(prompt) as session`; see `Client.session`."""
         template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
-        ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
+        model = as_model(lora_request, self._model)
+        ask = opening(prompt, messages, seed, priority, cache_salt, ttl, model, template)
         return Arriving(self._line, ask, self._pieces)
 
     async def sessions(self) -> list[session_service_pb2.Session]:
@@ -155,7 +156,7 @@ class AsyncClient:
 
     # ---- what goes with a model
     async def models(self) -> list[model_service_pb2.Model]:
-        """What is served, as messages of the contract."""
+        """What is served, as messages of the contract; see `Client.models`."""
         return await self._line.ask(questions.models())
 
     async def get_default_sampling_params(self) -> SamplingParams:

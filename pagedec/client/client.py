@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from tqdm import tqdm
 
 from pagedec.client import questions
-from pagedec.client.asking import as_metadata, as_order
+from pagedec.client.asking import ServedLora, as_metadata, as_model, as_models, as_order
 from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Route, Way
 from pagedec.client.failures import ServerError
 from pagedec.client.handle import Held, opening
@@ -32,7 +32,6 @@ from pagedec.inputs import (
     as_params,
     as_priorities,
     check_call,
-    check_no_lora,
     with_token_ids,
 )
 from pagedec.outputs import BeamSearchOutput, RequestOutput
@@ -40,6 +39,7 @@ from pagedec.params import BeamSearchParams, SamplingParams, as_beams
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2, session_service_pb2
 
+Loras = ServedLora | Sequence[ServedLora | None] | None
 ON_ERROR = ("raise", "return")
 
 
@@ -54,7 +54,8 @@ class Client:
         tls_cert: this client's own certificate chain, where the server wants one; `tls_key` is its key.
         timeout: seconds that a call may take, where it says nothing itself; None: any time.
         retries: how often a call that had no effect is tried again where the server is being loaded or drained.
-        model: the model by one of the server's names; "": the only one.
+        model: the model, or an adapter, by one of the server's names, where a call names no adapter; "": the base
+            model.
         options: further ones of the gRPC channel, as pairs.
         resume: seconds for which a stream whose server is gone tries to go on, there or at another one, behind what had
             come, before it fails; 0: it fails at once.
@@ -82,7 +83,7 @@ class Client:
     ) -> None:
         way = target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume
         self._way = Way(*way, as_metadata(metadata))
-        self._line, self._model, self._pieces = Route(self._way), model, TokenPieces(model)
+        self._line, self._model, self._pieces = Route(self._way), model, TokenPieces()
 
     def __repr__(self) -> str:
         return f"<Client of {self._way.target}>"
@@ -94,7 +95,7 @@ class Client:
         sampling_params: Any = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
         prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
         on_error: str = "raise",
@@ -102,12 +103,15 @@ class Client:
         **of_vllm: Unpack[CallArgs],
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in the prompts' order; see `LLM.generate`. Several go over one stream, and are
-        one batch of the server's."""
+        one batch of the server's. `lora_request`: the adapter of all prompts, or one or None for each."""
         check_call("generate", of_vllm)
-        check_no_lora(lora_request)
         many = with_token_ids(prompts, prompt_token_ids)
         each, _ = as_params(sampling_params, len(many), "prompt")
-        asked = [Question.of(f"prompts[{i}]", *pair) for i, pair in enumerate(zip(many, each, strict=True))]
+        models = as_models(lora_request, len(many), self._model)
+        asked = [
+            Question.of(f"prompts[{i}]", prompt, params, model=model)
+            for i, (prompt, params, model) in enumerate(zip(many, each, models, strict=True))
+        ]
         return self._run(asked, priority, use_tqdm, on_error, timeout)
 
     def chat(
@@ -116,7 +120,7 @@ class Client:
         sampling_params: Any = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        lora_request: None = None,
+        lora_request: Loras = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: None = None,
@@ -133,12 +137,12 @@ class Client:
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
         check_call("chat", of_vllm)
-        check_no_lora(lora_request)
         conversations, several = as_conversations(messages)
         each, _ = as_params(sampling_params, len(conversations), "prompt")
+        models = as_models(lora_request, len(conversations), self._model)
         asked = [
-            Question.of_chat(one, own, options, f"messages[{i}]" if several else "messages")
-            for i, (one, own) in enumerate(zip(conversations, each, strict=True))
+            Question.of_chat(one, own, options, f"messages[{i}]" if several else "messages", model)
+            for i, (one, own, model) in enumerate(zip(conversations, each, models, strict=True))
         ]
         return self._run(asked, priority, use_tqdm, on_error, timeout)
 
@@ -146,16 +150,20 @@ class Client:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: Loras = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         timeout: float | None = None,
     ) -> list[BeamSearchOutput]:
         """The most probable answers to one prompt or many, in vLLM's form; see `LLM.beam_search`."""
-        check_no_lora(lora_request)
         limit = Integer("most prompts at a time", low=1, optional=True).check("concurrency_limit", concurrency_limit)
         beams = as_beams(params)
-        asked = [Question.of(f"prompts[{i}]", prompt, beams) for i, prompt in enumerate(as_list(prompts))]
+        many = as_list(prompts)
+        models = as_models(lora_request, len(many), self._model)
+        asked = [
+            Question.of(f"prompts[{i}]", prompt, beams, model=model)
+            for i, (prompt, model) in enumerate(zip(many, models, strict=True))
+        ]
         outputs: list[RequestOutput] = []
         for first in range(0, len(asked), limit or max(1, len(asked))):
             outputs += self._run(asked[first : first + (limit or len(asked))], None, use_tqdm, "raise", timeout)
@@ -166,16 +174,16 @@ class Client:
         prompt: Prompt,
         sampling_params: Any = None,
         *,
-        lora_request: None = None,
+        lora_request: ServedLora | None = None,
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow; see `LLM.stream`. Closing the iterator ends the request."""
-        check_no_lora(lora_request)
-        order, question = as_order(priority), Question.of("prompt", prompt, sampling_params, cache_salt)
-        ask = question.growing(self._model, order, request_id)
+        order, model = as_order(priority), as_model(lora_request, self._model)
+        question = Question.of("prompt", prompt, sampling_params, cache_salt, model)
+        ask = question.growing(order, request_id)
 
         def read(told: pb.GenerateStreamResponse) -> RequestOutput | None:
             output = ask.read(told)
@@ -193,6 +201,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        lora_request: ServedLora | None = None,
         chat_template: None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -201,7 +210,8 @@ class Client:
         the session if it is not used; by default, and at most, what the server allows. What is dropped the client's
         next call of any kind closes, before all else."""
         template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
-        ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
+        model = as_model(lora_request, self._model)
+        ask = opening(prompt, messages, seed, priority, cache_salt, ttl, model, template)
         opened = self._line.ask(ask)
         return RemoteSession(Held(self._line, opened.session_id, self._pieces), opened.branch)
 
@@ -216,7 +226,8 @@ class Client:
 
     # ---- what goes with a model
     def models(self) -> list[model_service_pb2.Model]:
-        """What is served: limits, defaults, and what requests may name, as messages of the contract."""
+        """What is served, adapters behind the model that is their `parent`: limits, defaults, and what requests may
+        name, as messages of the contract."""
         return self._line.ask(questions.models())
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -278,7 +289,7 @@ class Client:
 
     def _one(self, question: Question, order: int, on_error: str, timeout: float | None) -> RequestOutput:
         try:
-            return self._spelled(self._line.ask(question.at_once(self._model, order), timeout), question)
+            return self._spelled(self._line.ask(question.at_once(order), timeout), question)
         except RequestError as error:
             if isinstance(error, ServerError) and on_error == "raise":
                 raise
@@ -309,9 +320,7 @@ class Client:
         self, asked: list[Question], orders: list[int], places: list[int], timeout: float | None
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """The outputs of some of them. Where the stream ends too early, those that have not come have its error."""
-        items = [
-            pb.GenerateBatchRequest(item_id=str(i), request=asked[i].request(self._model, orders[i])) for i in places
-        ]
+        items = [pb.GenerateBatchRequest(item_id=str(i), request=asked[i].request(orders[i])) for i in places]
         ask: Inquiry[pb.GenerateBatchResponse] = Inquiry("GenerateBatch", items, lambda told: told)
         left = dict.fromkeys(places)
         failure: RequestError = ServerError("UNKNOWN", "", "the server has ended the call without an answer")

@@ -37,34 +37,38 @@ class Question:
         names: Mapping[str, str],
         given: Mapping[str, Any],
         salt: str = "",
+        model: str = "",
     ) -> None:
-        """`names`: what the message's fields are called in Python; `given`: what the caller gave, by these names.
-        Raises `InvalidArgument`."""
+        """`names`: what the message's fields are called in Python; `given`: what the caller gave, by these names;
+        `model`: by one of the server's names. Raises `InvalidArgument`."""
         self.params = SamplingParams() if params is None else check_params(params)
         self.names = {"client_request_id": "request_id", **names}
-        self.given = {"": self.params, **given}
+        self.given = {"": self.params, "model": model, **given}
         self._text = text
         self._message: dict[str, Any] = {
             "prompt": prompt,
             "parameters": None if params is None else as_parameters(params),
             "cache_salt": salt,
+            "model": model,
         }
 
     @classmethod
-    def of(cls, field: str, prompt: Any, params: Any, salt: str = "") -> Question:
+    def of(cls, field: str, prompt: Any, params: Any, salt: str = "", model: str = "") -> Question:
         """Of a prompt as text or as token ids."""
         message, text, own = as_prompt(field, prompt)
         names = {"prompt.text": field, "prompt.token_ids.ids": field, "prompt": field}
-        return cls(message, text, params, names, {field: prompt}, own or read_salt("cache_salt", salt))
+        return cls(message, text, params, names, {field: prompt}, own or read_salt("cache_salt", salt), model)
 
     @classmethod
-    def of_chat(cls, messages: Any, params: Any, options: Mapping[str, Any], field: str = "messages") -> Question:
+    def of_chat(
+        cls, messages: Any, params: Any, options: Mapping[str, Any], field: str = "messages", model: str = ""
+    ) -> Question:
         """Of a conversation."""
         many = list(messages) if is_listed(messages, Mapping) else messages
         chat = as_chat(many, field, **options)
         names = {path: name.replace("messages", field) for path, name in CHAT.items()}
         given = {field: many, "tools": options.get("tools"), "chat_template_kwargs": options.get("template_kwargs")}
-        return cls(prompt_pb2.Prompt(chat=chat), None, params, names, given)
+        return cls(prompt_pb2.Prompt(chat=chat), None, params, names, given, model=model)
 
     @property
     def all_names(self) -> dict[str, str]:
@@ -72,20 +76,18 @@ class Question:
         own = {**FIELDS, **self.names}
         return own | {f"request.{path}": name for path, name in own.items()}
 
-    def request(self, model: str, priority: int = 0, request_id: str = "") -> pb.GenerateRequest:
+    def request(self, priority: int = 0, request_id: str = "") -> pb.GenerateRequest:
         """What `Generate` is asked."""
-        self.given["model"] = model
-        return pb.GenerateRequest(**self._message, model=model, priority=priority, client_request_id=request_id)
+        return pb.GenerateRequest(**self._message, priority=priority, client_request_id=request_id)
 
-    def at_once(self, model: str, priority: int = 0) -> Inquiry[RequestOutput]:
+    def at_once(self, priority: int = 0) -> Inquiry[RequestOutput]:
         """All answers, once."""
-        return Inquiry("Generate", self.request(model, priority), self.read, self.names, True, given=self.given)
+        return Inquiry("Generate", self.request(priority), self.read, self.names, True, given=self.given)
 
-    def growing(self, model: str, priority: int = 0, request_id: str = "") -> Inquiry[RequestOutput | None]:
+    def growing(self, priority: int = 0, request_id: str = "") -> Inquiry[RequestOutput | None]:
         """The answers as they grow."""
-        self.given["model"] = model
         request = pb.GenerateStreamRequest(
-            **self._message, model=model, priority=priority, client_request_id=request_id,
+            **self._message, priority=priority, client_request_id=request_id,
             stream_interval=self.params.stream_interval,
         )  # fmt: skip
         growing = Growing(self.params, self._text)

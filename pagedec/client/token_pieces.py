@@ -15,10 +15,10 @@ Out = TypeVar("Out", bound=RequestOutput)
 
 
 class TokenPieces:
-    """The bytes of a model's tokens, as far as the server was asked for them. `model`: as `Client`'s."""
+    """The bytes of a model's tokens, as far as the server was asked for them. Adapters have those of their model, which
+    is there when they are gone."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._pieces: dict[bool, dict[int, bytes]] = {True: {}, False: {}}  # with special tokens, and without them
 
     def spelled(self, output: Out, params: RequestParams, ask: Callable[[Inquiry[None]], Any]) -> Out:
@@ -40,7 +40,7 @@ class TokenPieces:
         lacking = sorted({token for token in token_ids if token not in known})
         if not lacking:
             return None
-        request = pb.DetokenizeRequest(token_ids=lacking, special_tokens=not skips, model=self._model)
+        request = pb.DetokenizeRequest(token_ids=lacking, special_tokens=not skips)
 
         def read(told: pb.DetokenizeResponse) -> None:
             known.update(zip(lacking, told.pieces, strict=True))

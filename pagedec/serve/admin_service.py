@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,14 +12,18 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from pagedec.engine.engine import Engine
 from pagedec.engine.stats import Spent
+from pagedec.errors import ModelFileError
 from pagedec.messages import seconds_of
 from pagedec.serve.cache_feed import CacheFeed
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.lifecycle import Lifecycle, State
+from pagedec.serve.served_models import path_below
+from pagedec.serve.statuses import Refusal
 from pagedec.serve.watching import CensusTaker
 from pagedec.v1 import admin_service_pb2 as pb
 from pagedec.v1 import admin_service_pb2_grpc
 
+LOG = logging.getLogger("pagedec.serve")
 STATES = {
     State.LOADING: pb.SERVER_STATE_LOADING,
     State.SERVING: pb.SERVER_STATE_SERVING,
@@ -80,6 +85,24 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         self._lifecycle.require(*OPEN, State.LOST, before)
         self._lifecycle.open()
         return pb.ResumeResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        """Lets requests name an adapter."""
+        gateway = self._gateway
+        gateway.require_engine()
+        path = path_below(gateway.config.lora_dir, request.path)
+        try:
+            await asyncio.to_thread(gateway.models.load, request.name, path)
+        except ModelFileError as error:  # who may name files is told what is wrong with them
+            raise Refusal("FAILED_PRECONDITION", "MODEL_FILE", str(error)) from error
+        LOG.info("adapter %s is loaded", request.name)
+        return pb.LoadAdapterResponse()
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
+        """Lets no more requests name an adapter."""
+        self._gateway.models.unload(request.name)
+        LOG.info("adapter %s is unloaded", request.name)
+        return pb.UnloadAdapterResponse()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         """What the engine holds and has done."""

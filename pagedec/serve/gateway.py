@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
 from pagedec.core.resuming import Resume
-from pagedec.errors import EngineClosed, GivenUp, InvalidArgument, ModelFileError, NotFound
+from pagedec.errors import EngineClosed, GivenUp, InvalidArgument, ModelFileError
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.front import renamed
+from pagedec.llm.loras import HeldLora
 from pagedec.llm.prompts import read_prompt as prompt_of
 from pagedec.llm.slow import LONG_PROMPT
 from pagedec.outputs import CompletionOutput, RequestOutput
@@ -27,6 +28,7 @@ from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, check_chat, oversized, read_chat, read_prompt, width_of
 from pagedec.serve.preparing import Preparing
 from pagedec.serve.queueing import Queued, Queueing
+from pagedec.serve.served_models import ServedModels, served_models
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 from pagedec.text.chat_template import render_chat
@@ -58,7 +60,7 @@ class _Open(NamedTuple):
     llm: AsyncLLM
     limits: Limits
     admission: Admission
-    name: str
+    models: ServedModels
 
 
 class Gateway:
@@ -86,7 +88,7 @@ class Gateway:
         engine = llm.engine.limits
         limits = Limits(self.config, defaults, engine.max_model_len, engine.vocab_size, self._tries)
         admission = Admission(self.config, llm.engine.scheduler.limits.max_num_seqs)
-        self._open = _Open(llm, limits, admission, self.config.served_model_name or llm.config.model.model)
+        self._open = _Open(llm, limits, admission, served_models(llm, self.config))
 
     async def idle(self) -> None:
         """Return when nothing runs or waits."""
@@ -139,15 +141,26 @@ class Gateway:
         return self._opened().admission
 
     @property
+    def models(self) -> ServedModels:
+        """What requests may name."""
+        return self._opened().models
+
+    @property
     def model(self) -> str:
         """The model's name for clients."""
-        return self._opened().name
+        return self.models.base
 
     # ---- what is asked
     def check_model(self, name: str) -> None:
-        """Raise `NotFound` for a model that is not served; none named is the only one."""
-        if name and name != self.model:
-            raise NotFound("model", name, f"known are {self.model}")
+        """Raise `NotFound` for what is not served."""
+        self.models.check(name)
+
+    @contextlib.contextmanager
+    def chosen(self, name: str) -> Iterator[HeldLora | None]:
+        """The adapter that a request's model is; None: it is the base model. See `ServedModels.chosen`."""
+        self.check_model(name)
+        with self.models.chosen(name) as lora:
+            yield lora
 
     def interval(self, request: Any) -> int:
         """Tokens that make a message of a stream that is asked for."""
@@ -199,7 +212,7 @@ class Gateway:
             if queued is not None and queued.is_aborted:
                 return self._aborted(engine_name, text, token_ids, order.params.num_answers)
             told = given, order.params, priority, whose, engine_name
-            return self.llm.resumable(*told, resume=resume, begun=begun)
+            return self.llm.resumable(*told, resume=resume, begun=begun, lora_request=order.lora)
 
         with renamed("prompt.prompt_token_ids", "prompt"):
             async with contextlib.aclosing(self.followed(begin, order, len(token_ids), name, queued)) as outputs:

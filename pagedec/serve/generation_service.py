@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.llm.loras import HeldLora
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_response, is_large
@@ -39,22 +41,10 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The answers of one prompt as they grow."""
         await echo(request.client_request_id)
-        order, resume = await self._read(request, RequestOutputKind.DELTA, self._gateway.interval(request)), None
-        own = fingerprint_of(self._gateway.llm)
-        if request.HasField("resume"):
-            order, resume = read_resume(request.resume, order, own, self._gateway.limits)
-        events, seeds = Events(order.params, pb.GenerateStreamResponse), list[int]()
-        outputs = self._outputs(request, order, resume=resume, begun=seeds.append)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                if self._gateway.lifecycle.refusal is DRAINING and _is_aborted(output):
-                    raise DRAINING  # the server goes, not the request: its client has another one go on with it
-                message = await events.message(output, _written(request, output))
-                if seeds:
-                    message.resume.CopyFrom(pb.Resume(seed=seeds.pop(), fingerprint=own))
-                elif resume is not None and not message.ListFields():
-                    continue  # it was told before
-                yield message
+        with self._gateway.chosen(request.model) as lora:
+            async with contextlib.aclosing(self._streamed(request, lora)) as messages:
+                async for message in messages:
+                    yield message
 
     async def GenerateBatch(
         self, request_iterator: AsyncIterator[pb.GenerateBatchRequest], context: Any
@@ -86,18 +76,39 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             running.discard(name)
         yield made
 
+    async def _streamed(
+        self, request: pb.GenerateStreamRequest, lora: HeldLora | None
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        order = await self._read(request, RequestOutputKind.DELTA, self._gateway.interval(request), lora)
+        own, resume = fingerprint_of(self._gateway.llm, lora), None
+        if request.HasField("resume"):
+            order, resume = read_resume(request.resume, order, own, self._gateway.limits)
+        events, seeds = Events(order.params, pb.GenerateStreamResponse), list[int]()
+        outputs = self._outputs(request, order, resume=resume, begun=seeds.append)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if self._gateway.lifecycle.refusal is DRAINING and _is_aborted(output):
+                    raise DRAINING  # the server goes, not the request: its client has another one go on with it
+                message = await events.message(output, _written(request, output))
+                if seeds:
+                    message.resume.CopyFrom(pb.Resume(seed=seeds.pop(), fingerprint=own))
+                elif resume is not None and not message.ListFields():
+                    continue  # it was told before
+                yield message
+
     async def _generated(self, request: pb.GenerateRequest, queueing: Queueing | None = None) -> pb.GenerateResponse:
-        order = await self._read(request, RequestOutputKind.FINAL_ONLY, None)
-        async with contextlib.aclosing(self._outputs(request, order, queueing=queueing)) as outputs:
-            output = [output async for output in outputs][-1]
+        with self._gateway.chosen(request.model) as lora:
+            order = await self._read(request, RequestOutputKind.FINAL_ONLY, None, lora)
+            async with contextlib.aclosing(self._outputs(request, order, queueing=queueing)) as outputs:
+                output = [output async for output in outputs][-1]
             if is_large(output):
                 return await asyncio.to_thread(as_response, output, _written(request, output))
             return as_response(output, _written(request, output))
 
-    async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None) -> Order:
-        self._gateway.check_model(request.model)
+    async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None, lora: HeldLora | None) -> Order:
         given = request.parameters, self._gateway.limits, kind, interval, _is_chat(request)
-        return await self._gateway.preparing.read(request.parameters, lambda: read_order(*given))
+        order = await self._gateway.preparing.read(request.parameters, lambda: read_order(*given))
+        return dataclasses.replace(order, lora=lora)
 
     async def _outputs(self, request: Any, order: Order, **told: Any) -> AsyncGenerator[RequestOutput, None]:
         prompt = await self._gateway.tokens(request.prompt)

@@ -7,16 +7,18 @@ import dataclasses
 from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.llm.async_llm import AsyncLLM
+from pagedec.llm.loras import HeldLora
 from pagedec.params import SamplingParams
 from pagedec.serve.orders import Limits, Order, read_ids
 from pagedec.serve.statuses import Refusal
 from pagedec.v1 import generation_service_pb2 as pb
 
 
-def fingerprint_of(llm: AsyncLLM) -> pb.Fingerprint:
+def fingerprint_of(llm: AsyncLLM, lora: HeldLora | None = None) -> pb.Fingerprint:
     """By what clients tell whether two servers give the same tokens."""
     geometry = llm.engine.executor.geometry
-    return pb.Fingerprint(model=geometry.model, numerics=geometry.numerics)
+    model = geometry.model if lora is None else f"{geometry.model}+{lora.digest}"
+    return pb.Fingerprint(model=model, numerics=geometry.numerics)
 
 
 def read_resume(given: pb.Resume, order: Order, own: pb.Fingerprint, limits: Limits) -> tuple[Order, Resume]:

@@ -17,6 +17,7 @@ from pagedec.engine.sessions import Sessions
 from pagedec.errors import InvalidArgument, NotFound, PagedecError, SessionLimit, Shown, counted
 from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
 from pagedec.llm.async_session import conversations_of, recount
+from pagedec.lora.request import LoRARequest
 from pagedec.serve.access import Client
 from pagedec.serve.server_config import ServerConfig
 from pagedec.text.conversation import Conversation
@@ -59,6 +60,8 @@ class Lease:
     session: AsyncSession
     ttl: float
     opened: float
+    lora: LoRARequest | None = None
+    """The adapter of all its branches."""
     messages: WeakKeyDictionary[Conversation, int] = field(default_factory=WeakKeyDictionary)
     """Bytes of what a chat has brought, messages, tools and variables, by the conversations up to there."""
     num_bytes: int = 0
@@ -207,11 +210,12 @@ class Leases:
         ttl: float,
         conversation: Conversation | None = None,
         num_bytes: int = 0,
+        lora: LoRARequest | None = None,
     ) -> Lease:
         """A new session is this client's. `conversation`, `num_bytes`: see `keep`."""
         number = next(self._numbers)
         lease = Lease(
-            tagged(self._tag, secrets.token_urlsafe(ID_BYTES)), number, client.name, session, ttl, time.time()
+            tagged(self._tag, secrets.token_urlsafe(ID_BYTES)), number, client.name, session, ttl, time.time(), lora
         )
         self._leases[lease.session_id] = lease
         self._of.setdefault(client.name, {})[lease.session_id] = lease

@@ -19,6 +19,7 @@ from pagedec.serve.engine_metrics import PREFIX, EngineMetrics
 from pagedec.serve.lifecycle import Lifecycle, State
 from pagedec.serve.metrics_port import MetricsPort
 from pagedec.serve.orders import Order
+from pagedec.serve.served_models import ServedModels
 from pagedec.serve.watching import CensusTaker
 
 FIRST_TOKEN = (
@@ -81,6 +82,9 @@ class Metrics:
         )
         self._calls = Counter(PREFIX + "calls", "Calls that are over", ["method", "code"], registry=registry)
         self._model = Gauge(PREFIX + "cache_config_info", "What is served", INFO, registry=registry)
+        self._adapters = Counter(
+            PREFIX + "adapter_requests", "Requests that were let in, by their adapter", ["adapter"], registry=registry
+        )
         waiting = "Requests of GenerateBatch streams that wait to be let in"
         self._waiting = Gauge(PREFIX + "num_batch_requests_waiting", waiting, registry=registry)
         states = Gauge(PREFIX + "server_state", "1 of the state that the server is in", ["state"], registry=registry)
@@ -92,9 +96,11 @@ class Metrics:
             self._calls.labels(method, "OK")
             self._call_seconds.labels(method)
 
-    def open(self, llm: AsyncLLM, model: str) -> None:
-        """The model is there."""
-        self._model.labels(model, llm.kv_cache.block_size, llm.kv_cache.num_blocks).set(1)
+    def open(self, llm: AsyncLLM, models: ServedModels) -> None:
+        """The model is there, with its adapters."""
+        for name in models.adapters:
+            self._adapters.labels(name)
+        self._model.labels(models.base, llm.kv_cache.block_size, llm.kv_cache.num_blocks).set(1)
 
     # ---- HTTP
     def listen(self, host: str, port: int) -> int:
@@ -126,6 +132,8 @@ class Metrics:
         self._courses[name] = _Course(time.monotonic(), streamed, params.num_answers)
         self._asked.observe(num_prompt_tokens)
         self._answers.observe(params.num_answers)
+        if order.lora is not None:
+            self._adapters.labels(order.lora.lora_name).inc()
 
     def told(self, name: str, output: RequestOutput) -> None:
         """An output of it is given out."""

@@ -23,12 +23,12 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """All models that are served."""
-        return pb.ListModelsResponse(models=[self._model()])
+        return pb.ListModelsResponse(models=map(self._model, self._gateway.models.names))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         """One model."""
         self._gateway.check_model(request.name)
-        return pb.GetModelResponse(model=self._model())
+        return pb.GetModelResponse(model=self._model(request.name or self._gateway.model))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """The tokens of a text or of a conversation."""
@@ -68,14 +68,15 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         return pb.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 
     # ---- inside
-    def _model(self) -> pb.Model:
+    def _model(self, name: str) -> pb.Model:
         gateway = self._gateway
         llm, config = gateway.llm, gateway.llm.config
         engine, scheduler, tokenizer = llm.engine.limits, llm.engine.scheduler.limits, llm.tokenizer
         defaults = Struct()
         defaults.update({name: value for name, value in gateway.limits.defaults.items() if _is_plain(value)})
         return pb.Model(
-            name=gateway.model,
+            name=name,
+            parent="" if name == gateway.model else gateway.model,
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             block_size=scheduler.block_size,

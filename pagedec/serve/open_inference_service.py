@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedec import environment
 from pagedec.errors import InvalidArgument, Shown
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.calls import RPC, failure
@@ -48,7 +49,7 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         """The same, of a model that is served."""
         is_ready = self._gateway.lifecycle.is_ready
-        return pb.ModelReadyResponse(ready=is_ready and request.name == self._gateway.model)
+        return pb.ModelReadyResponse(ready=is_ready and request.name in self._gateway.models.names)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
         """What it is."""
@@ -57,7 +58,7 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
         """The tensors of a model."""
         self._check(request.name, request.version)
-        made = pb.ModelMetadataResponse(name=self._gateway.model, versions=[VERSION], platform=PLATFORM)
+        made = pb.ModelMetadataResponse(name=request.name or self._gateway.model, versions=[VERSION], platform=PLATFORM)
         for name, kind in INPUTS.items():
             made.inputs.add(name=name, datatype=kind, shape=[1])
         for name, kind in OUTPUTS.items():
@@ -98,12 +99,20 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
     async def _answered(
         self, request: pb.ModelInferRequest, given: Mapping[str, Any]
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        with self._gateway.chosen(request.model_name) as lora:
+            async with contextlib.aclosing(self._through(request, given, lora)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def _through(
+        self, request: pb.ModelInferRequest, given: Mapping[str, Any], lora: LoRARequest | None
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         gateway, streams = self._gateway, bool(given.get("stream"))
         repeats = not given.get("exclude_input_in_output", streams)
         if repeats and streams:
             limit = "must be true where stream is: the prompt cannot stand before each piece"
             raise InvalidArgument("inputs.exclude_input_in_output", False, limit)
-        order = Order(self._params(given, streams), {})
+        order = Order(self._params(given, streams), {}, lora=lora)
         prompt = await gateway.text_tokens(given["text_input"])
         is_first, before = True, given["text_input"] if repeats else ""
         num_tokens = [0] * order.params.num_answers

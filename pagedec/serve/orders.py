@@ -14,6 +14,7 @@ from google.protobuf.struct_pb2 import Struct
 from pagedec.decoders.registry import decoder_for, registered_names
 from pagedec.errors import InvalidArgument, NotFound, RequestError, Shown, counted
 from pagedec.fields import check_names, field_names
+from pagedec.lora.request import LoRARequest
 from pagedec.messages import (
     BEAMS,
     CONSTRAINTS,
@@ -72,11 +73,12 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Order:
     """How a request is decoded. `paths`: where in the message each parameter stands; `is_chat`: it goes on with a
-    conversation."""
+    conversation; `lora`: the adapter that it goes through."""
 
     params: RequestParams
     paths: Mapping[str, str]
     is_chat: bool = False
+    lora: LoRARequest | None = None
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "send_timeout": _BOUNDS,
     "admin_port": "replicas have no AdminService",
     "channelz": "replicas have no AdminService",
+    "lora_dir": "replicas have no AdminService",
     "probe_port": "Ray Serve looks after its replicas, and has RayServeAPIService/Healthz for probes",
     "metrics_port": "Ray has metrics of replicas at its own port",
     "metrics_host": "Ray has metrics of replicas at its own port",
@@ -90,10 +91,13 @@ def read_arguments(given: Mapping[str, Any]) -> Given:
     known = {**engine, **server, **replicas}
     check_names("the application", given, known, given, ELSEWHERE)
     values = {name: _read(known[name][0], name, value) for name, value in given.items()}
+    options = ServerConfig(**{name: value for name, value in values.items() if name in server})
+    if options.wants_loras and not values.setdefault("enable_lora", True):
+        raise InvalidArgument("lora", options.lora, "must not be given where enable_lora is false")
     config = EngineConfig.from_kwargs(**{name: value for name, value in values.items() if name in engine})
     return Given(
         _placed(config),
-        ServerConfig(**{name: value for name, value in values.items() if name in server}),
+        options,
         ReplicaConfig(**{name: value for name, value in values.items() if name in replicas}),
     )
 

@@ -30,6 +30,7 @@ from pagedec.serve.metrics import Metrics
 from pagedec.serve.model_service import ModelService
 from pagedec.serve.open_inference_service import OpenInferenceService
 from pagedec.serve.own_decoders import load_decoders
+from pagedec.serve.served_models import load_loras, read_loras
 from pagedec.serve.server_config import LOOPBACK, ServerConfig
 from pagedec.serve.session_service import SessionService
 from pagedec.serve.tracing import Tracer, tracer
@@ -83,6 +84,7 @@ class Server:
         """`tag`: what the names of its sessions begin with, for those who look for this server among several. Raises
         `InvalidArgument`, and for a trie `ModelFileError`, for files that are not as they should be."""
         load_decoders(config.decoder)
+        read_loras(config.lora)
         self.config, self._load = config, load
         self._keys = None if config.api_keys is None else Keys(config.api_keys)
         self._credentials = ports.credentials(config)
@@ -119,9 +121,9 @@ class Server:
             raise
 
     async def open(self) -> None:
-        """Load the model and let requests in. Raises what the model is wrong about."""
-        self._begin(await asyncio.to_thread(self._load))
-        LOG.info("serving %s", self.gateway.model)
+        """Load the model with its adapters and let requests in. Raises what these are wrong about."""
+        self._begin(await asyncio.to_thread(self._loaded))
+        LOG.info("serving %s", ", ".join(self.gateway.models.names))
 
     def services(self) -> dict[str, Any]:
         """What answers clients, by the services' full names."""
@@ -206,13 +208,22 @@ class Server:
         ended.cancel()
 
     # ---- inside
+    def _loaded(self) -> AsyncLLM:
+        llm = self._load()
+        try:
+            load_loras(llm, self.config)
+        except BaseException:
+            llm.close()
+            raise
+        return llm
+
     def _begin(self, llm: AsyncLLM) -> None:
         """The model is there."""
         self.gateway.open(llm)
         self.leases.begin(llm.engine.sessions)
         self._census.llm = llm
         if self._metrics is not None:
-            self._metrics.open(llm, self.gateway.model)
+            self._metrics.open(llm, self.gateway.models)
         if self._tracer is not None:
             self._tracer.model = self.gateway.model
         if self.admin_port:

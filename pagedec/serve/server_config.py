@@ -13,7 +13,7 @@ from pagedec.fields import Flag, Integer, Number, Size, Text, Texts, check_field
 LOOPBACK, LOOPBACK_NAMES = "127.0.0.1", ("localhost",)
 EVERYWHERE = ("0.0.0.0", "::")
 LEVELS = ("debug", "info", "warning", "error")
-FILES, HOSTS = ("tls_cert", "tls_key", "tls_client_ca", "api_keys"), ("host", "metrics_host")
+FILES, HOSTS = ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "lora_dir"), ("host", "metrics_host")
 """Fields that are paths, and addresses."""
 GRPC_NAMES = ("dns:", "unix:", "ipv4:", "ipv6:")
 """What targets begin with that are no HOST:PORT."""
@@ -135,6 +135,21 @@ class ServerConfig:
     decoder: tuple[str, ...] = option(
         (), Texts("file NAME.py, or module, that registers decoders of your own, which requests may name then")
     )
+    lora: tuple[str, ...] = option(
+        (),
+        Texts(
+            "NAME=PATH of a LoRA adapter that requests may name as their model: a directory that PEFT has written, or "
+            "a .gguf file; it implies --enable-lora"
+        ),
+    )
+    lora_dir: str | None = option(
+        None,
+        Text(
+            "folder of the adapters that AdminService may load while the server runs; none: it loads none; it implies "
+            "--enable-lora",
+            optional=True,
+        ),
+    )
     log_level: str = option("info", Text("how much is logged", choices=LEVELS))
     log_format: str = option("text", Text("how it is logged", choices=("text", "json")))
     otlp_endpoint: str | None = option(
@@ -161,11 +176,17 @@ class ServerConfig:
                 "must be this machine's own, such as 127.0.0.1, or have TLS (tls_cert, tls_key), or insecure be true"
             )
             raise InvalidArgument("host", self.host, limit)
-        if self.channelz and self.admin_port is None:
-            raise InvalidArgument("admin_port", None, "must be given, since channelz is")
+        for name in ("channelz", "lora_dir"):
+            if getattr(self, name) and self.admin_port is None:
+                raise InvalidArgument("admin_port", None, f"must be given, since {name} is")
         self._check_ports()
         if self.lease > self.max_lease:
             raise InvalidArgument("lease", self.lease, f"must be at most max_lease, which is {self.max_lease:g}")
+
+    @property
+    def wants_loras(self) -> bool:
+        """The engine must take adapters."""
+        return bool(self.lora) or self.lora_dir is not None
 
     def _check_ports(self) -> None:
         """Raise `InvalidArgument` where two are the same one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,6 +13,7 @@ from pagedec.decoders.scoring import ScoreParams
 from pagedec.errors import InvalidArgument, Shown, counted
 from pagedec.llm import AsyncSessionBranch
 from pagedec.llm.front import renamed
+from pagedec.lora.request import LoRARequest
 from pagedec.messages import as_duration, seconds_of
 from pagedec.outputs import Mark, SessionBlocks
 from pagedec.params import RequestOutputKind, RequestParams
@@ -54,8 +56,11 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         """A new session with one branch."""
+        with self._gateway.chosen(request.model) as lora:
+            return await self._opened(request, lora)
+
+    async def _opened(self, request: pb.OpenSessionRequest, lora: LoRARequest | None) -> pb.OpenSessionResponse:
         gateway, client = self._gateway, RPC.get().client
-        gateway.check_model(request.model)
         gateway.require_serving()
         ttl = self._leases.ttl(seconds_of(request.ttl) if request.HasField("ttl") else None)
         given = await self._gateway.preparing.read(request.prompt, lambda: _beginning(request.prompt, gateway.limits))
@@ -64,6 +69,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             "priority": request.priority,
             "cache_salt": client.salted(request.cache_salt),
             "ttl": ttl,
+            "lora_request": lora,
         }
         with (
             renamed("messages", "prompt.chat.messages"),
@@ -77,7 +83,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             with self._leases.room(client, Addition(1, "prompt"), tokens):
                 session = await opening
                 [branch] = await _stand(session, [session])
-                lease = self._leases.open(session, client, ttl, opening.conversation, num_bytes)
+                lease = self._leases.open(session, client, ttl, opening.conversation, num_bytes, lora)
         return pb.OpenSessionResponse(session_id=lease.session_id, branch=branch, ttl=as_duration(ttl))
 
     async def GenerateOnBranch(
@@ -87,7 +93,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         await echo(request.client_request_id)
         lease, branch = self._branch(request)
         keep = read_keep(request.keep)
-        order = await self._gateway.preparing.read(request.parameters, lambda: self._order(request, branch.is_chat))
+        read = await self._gateway.preparing.read(request.parameters, lambda: self._order(request, branch.is_chat))
+        order = dataclasses.replace(read, lora=lease.lora)
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
         num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
@@ -167,7 +174,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         """How probable the model takes continuations to be."""
         await echo(request.client_request_id)
-        _, branch = self._branch(request)
+        lease, branch = self._branch(request)
         most, count = self._gateway.config.max_request_tokens, len(request.continuations)
         if count > MOST_SCORED:
             raise InvalidArgument("continuations", Shown(f"{count} of them"), f"must be at most {MOST_SCORED}")
@@ -178,7 +185,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             raise InvalidArgument("continuations", Shown(f"{len(rows)} of {size} together"), limit)
         params = ScoreParams(continuations=(), max_tokens=max(1, size), logprobs=request.logprobs)
         paths = {"continuations": "continuations", "logprobs": "logprobs", "max_tokens": "continuations"}
-        order, begun = Order(params, paths), self._gateway.begun
+        order, begun = Order(params, paths, lora=lease.lora), self._gateway.begun
         with (
             _of_branch(branch),
             begun(order, branch.num_tokens, request.client_request_id) as name,
@@ -204,7 +211,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         branches = _chosen(lease, request.branches)
         held = await lease.session.blocks(branches)
         return pb.GetSessionResponse(
-            session=_session(lease),
+            session=self._session(lease),
             branches=_told(branches, held),
             num_blocks=held.num_blocks,
             num_blocks_saved=held.num_blocks_saved,
@@ -219,7 +226,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         self._gateway.require_engine()
         found = self._leases.listed(RPC.get().client, int(token or 0), count + 1)
         more = str(found[count - 1].number) if len(found) > count else ""
-        return pb.ListSessionsResponse(sessions=map(_session, found[:count]), next_page_token=more)
+        return pb.ListSessionsResponse(sessions=map(self._session, found[:count]), next_page_token=more)
 
     async def GetTree(self, request: pb.GetTreeRequest, context: Any) -> pb.GetTreeResponse:
         """All branches of a session with what they share, as a tree."""
@@ -273,6 +280,19 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         if request.final_only:
             return read_order(given, limits, RequestOutputKind.FINAL_ONLY, is_chat=is_chat)
         return read_order(given, limits, RequestOutputKind.DELTA, self._gateway.interval(request), is_chat)
+
+    def _session(self, lease: Lease) -> pb.Session:
+        state = lease.session.session_state()
+        made = pb.Session(
+            session_id=lease.session_id,
+            num_branches=len(lease.branches),
+            num_tokens=state.num_tokens,
+            model=self._gateway.model if lease.lora is None else lease.lora.lora_name,
+        )
+        made.ttl.CopyFrom(as_duration(lease.ttl))
+        made.open_time.FromNanoseconds(round(lease.opened * 1e9))
+        made.expire_time.FromNanoseconds(round((time.time() + (state.seconds_left or 0.0)) * 1e9))
+        return made
 
 
 def read_keep(keep: pb.Keep) -> str | int:
@@ -328,15 +348,6 @@ def _beginning(prompt: prompt_pb2.Prompt, limits: Limits) -> dict[str, Any]:
 def _chosen(lease: Lease, names: Sequence[str]) -> list[AsyncSessionBranch]:
     """Branches of a session, each once; all where none is named. Raises `NotFound`."""
     return [lease.find(name) for name in dict.fromkeys(names)] if names else list(lease.branches.values())
-
-
-def _session(lease: Lease) -> pb.Session:
-    state = lease.session.session_state()
-    made = pb.Session(session_id=lease.session_id, num_branches=len(lease.branches), num_tokens=state.num_tokens)
-    made.ttl.CopyFrom(as_duration(lease.ttl))
-    made.open_time.FromNanoseconds(round(lease.opened * 1e9))
-    made.expire_time.FromNanoseconds(round((time.time() + (state.seconds_left or 0.0)) * 1e9))
-    return made
 
 
 async def _stand(branch: AsyncSessionBranch, branches: Sequence[AsyncSessionBranch]) -> list[pb.Branch]:

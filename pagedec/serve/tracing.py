@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.errors import InvalidArgument, PagedecError
+from pagedec.lora.request import LoRARequest
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.calls import RPC
@@ -55,7 +56,7 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.model = ""
-        """What requests are told to ask."""
+        """What requests are told to ask that name no adapter."""
         self._provider = TracerProvider(resource=Resource.create({"service.name": "pagedec"}), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pagedec")
@@ -76,7 +77,7 @@ class Tracer:
             attributes={
                 "gen_ai.operation.name": "chat" if order.is_chat else "text_completion",
                 "gen_ai.provider.name": "pagedec",
-                "gen_ai.request.model": self.model,
+                "gen_ai.request.model": self._named(order.lora),
                 "gen_ai.request.id": name,
                 "gen_ai.request.stream": streams,
                 "gen_ai.response.id": name,
@@ -92,7 +93,7 @@ class Tracer:
             span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._began.pop(name))
         if not output.finished:
             return
-        span.set_attribute("gen_ai.response.model", self.model)
+        span.set_attribute("gen_ai.response.model", self._named(output.lora_request))
         reasons = [answer.finish_reason for answer in output.outputs if answer.finish_reason is not None]
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
         metrics = output.metrics
@@ -120,6 +121,9 @@ class Tracer:
 
     def waiting(self, count: int) -> None:
         """So many requests of streams wait to be let in: spans begin behind that."""
+
+    def _named(self, lora: LoRARequest | None) -> str:
+        return self.model if lora is None else lora.lora_name
 
     def close(self) -> None:
         """Send what is left. Takes as long as the endpoint does."""

@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagedec/v1/admin_service.proto\x12\npagedec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"0\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\rDrainResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x11\n\x0fGetStatsRequest\"\xd8\x04\n\x10GetStatsResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.pagedec.v1.ServerState\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\"\n\x1anum_batch_requests_waiting\x18\x16 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\r\x12\x1b\n\x13num_parked_branches\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x08 \x01(\r\x12\x19\n\x11num_blocks_cached\x18\t \x01(\r\x12\x18\n\x10num_blocks_saved\x18\n \x01(\r\x12\x19\n\x11num_blocks_shared\x18\x12 \x01(\r\x12\x19\n\x11num_blocks_leaked\x18\x13 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x14 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x15 \x01(\x04\x12\x19\n\x11num_copied_blocks\x18\x0b \x01(\x04\x12\x11\n\tnum_forks\x18\x0c \x01(\x04\x12\x11\n\tnum_steps\x18\r \x01(\x04\x12\x14\n\x0cnum_finished\x18\x0e \x01(\x04\x12\x12\n\nnum_failed\x18\x0f \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x10 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x11 \x01(\x04\"Q\n\x11WatchCacheRequest\x12\"\n\x15\x61\x66ter_sequence_number\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x18\n\x16_after_sequence_number\"`\n\x0c\x42locksStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"%\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared\"\xbd\x01\n\x12WatchCacheResponse\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12*\n\x06stored\x18\x02 \x01(\x0b\x32\x18.pagedec.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x03 \x01(\x0b\x32\x19.pagedec.v1.BlocksRemovedH\x00\x12+\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x18.pagedec.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent*\xdd\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x17\n\x13SERVER_STATE_PAUSED\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04\x12\x18\n\x14SERVER_STATE_STALLED\x10\x05\x12\x17\n\x13SERVER_STATE_FAILED\x10\x06\x12\x15\n\x11SERVER_STATE_LOST\x10\x07\x32\xec\x03\n\x0c\x41\x64minService\x12<\n\x05\x41\x62ort\x12\x18.pagedec.v1.AbortRequest\x1a\x19.pagedec.v1.AbortResponse\x12K\n\nFlushCache\x12\x1d.pagedec.v1.FlushCacheRequest\x1a\x1e.pagedec.v1.FlushCacheResponse\x12<\n\x05\x44rain\x12\x18.pagedec.v1.DrainRequest\x1a\x19.pagedec.v1.DrainResponse\x12<\n\x05Pause\x12\x18.pagedec.v1.PauseRequest\x1a\x19.pagedec.v1.PauseResponse\x12?\n\x06Resume\x12\x19.pagedec.v1.ResumeRequest\x1a\x1a.pagedec.v1.ResumeResponse\x12\x45\n\x08GetStats\x12\x1b.pagedec.v1.GetStatsRequest\x1a\x1c.pagedec.v1.GetStatsResponse\x12M\n\nWatchCache\x12\x1d.pagedec.v1.WatchCacheRequest\x1a\x1e.pagedec.v1.WatchCacheResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagedec/v1/admin_service.proto\x12\npagedec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"0\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\rDrainResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x15\n\x13LoadAdapterResponse\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x11\n\x0fGetStatsRequest\"\xd8\x04\n\x10GetStatsResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.pagedec.v1.ServerState\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\"\n\x1anum_batch_requests_waiting\x18\x16 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\r\x12\x1b\n\x13num_parked_branches\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x08 \x01(\r\x12\x19\n\x11num_blocks_cached\x18\t \x01(\r\x12\x18\n\x10num_blocks_saved\x18\n \x01(\r\x12\x19\n\x11num_blocks_shared\x18\x12 \x01(\r\x12\x19\n\x11num_blocks_leaked\x18\x13 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x14 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x15 \x01(\x04\x12\x19\n\x11num_copied_blocks\x18\x0b \x01(\x04\x12\x11\n\tnum_forks\x18\x0c \x01(\x04\x12\x11\n\tnum_steps\x18\r \x01(\x04\x12\x14\n\x0cnum_finished\x18\x0e \x01(\x04\x12\x12\n\nnum_failed\x18\x0f \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x10 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x11 \x01(\x04\"Q\n\x11WatchCacheRequest\x12\"\n\x15\x61\x66ter_sequence_number\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x18\n\x16_after_sequence_number\"`\n\x0c\x42locksStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"%\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared\"\xbd\x01\n\x12WatchCacheResponse\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12*\n\x06stored\x18\x02 \x01(\x0b\x32\x18.pagedec.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x03 \x01(\x0b\x32\x19.pagedec.v1.BlocksRemovedH\x00\x12+\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x18.pagedec.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent*\xdd\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x17\n\x13SERVER_STATE_PAUSED\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04\x12\x18\n\x14SERVER_STATE_STALLED\x10\x05\x12\x17\n\x13SERVER_STATE_FAILED\x10\x06\x12\x15\n\x11SERVER_STATE_LOST\x10\x07\x32\x92\x05\n\x0c\x41\x64minService\x12<\n\x05\x41\x62ort\x12\x18.pagedec.v1.AbortRequest\x1a\x19.pagedec.v1.AbortResponse\x12K\n\nFlushCache\x12\x1d.pagedec.v1.FlushCacheRequest\x1a\x1e.pagedec.v1.FlushCacheResponse\x12<\n\x05\x44rain\x12\x18.pagedec.v1.DrainRequest\x1a\x19.pagedec.v1.DrainResponse\x12<\n\x05Pause\x12\x18.pagedec.v1.PauseRequest\x1a\x19.pagedec.v1.PauseResponse\x12?\n\x06Resume\x12\x19.pagedec.v1.ResumeRequest\x1a\x1a.pagedec.v1.ResumeResponse\x12N\n\x0bLoadAdapter\x12\x1e.pagedec.v1.LoadAdapterRequest\x1a\x1f.pagedec.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .pagedec.v1.UnloadAdapterRequest\x1a!.pagedec.v1.UnloadAdapterResponse\x12\x45\n\x08GetStats\x12\x1b.pagedec.v1.GetStatsRequest\x1a\x1c.pagedec.v1.GetStatsResponse\x12M\n\nWatchCache\x12\x1d.pagedec.v1.WatchCacheRequest\x1a\x1e.pagedec.v1.WatchCacheResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagedec.v1.admin_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=1479
-  _globals['_SERVERSTATE']._serialized_end=1700
+  _globals['_SERVERSTATE']._serialized_start=1615
+  _globals['_SERVERSTATE']._serialized_end=1836
   _globals['_ABORTREQUEST']._serialized_start=111
   _globals['_ABORTREQUEST']._serialized_end=159
   _globals['_ABORTRESPONSE']._serialized_start=161
@@ -55,20 +55,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEREQUEST']._serialized_end=408
   _globals['_RESUMERESPONSE']._serialized_start=410
   _globals['_RESUMERESPONSE']._serialized_end=426
-  _globals['_GETSTATSREQUEST']._serialized_start=428
-  _globals['_GETSTATSREQUEST']._serialized_end=445
-  _globals['_GETSTATSRESPONSE']._serialized_start=448
-  _globals['_GETSTATSRESPONSE']._serialized_end=1048
-  _globals['_WATCHCACHEREQUEST']._serialized_start=1050
-  _globals['_WATCHCACHEREQUEST']._serialized_end=1131
-  _globals['_BLOCKSSTORED']._serialized_start=1133
-  _globals['_BLOCKSSTORED']._serialized_end=1229
-  _globals['_BLOCKSREMOVED']._serialized_start=1231
-  _globals['_BLOCKSREMOVED']._serialized_end=1268
-  _globals['_CACHECLEARED']._serialized_start=1270
-  _globals['_CACHECLEARED']._serialized_end=1284
-  _globals['_WATCHCACHERESPONSE']._serialized_start=1287
-  _globals['_WATCHCACHERESPONSE']._serialized_end=1476
-  _globals['_ADMINSERVICE']._serialized_start=1703
-  _globals['_ADMINSERVICE']._serialized_end=2195
+  _globals['_LOADADAPTERREQUEST']._serialized_start=428
+  _globals['_LOADADAPTERREQUEST']._serialized_end=476
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=478
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=499
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=501
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=537
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=539
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=562
+  _globals['_GETSTATSREQUEST']._serialized_start=564
+  _globals['_GETSTATSREQUEST']._serialized_end=581
+  _globals['_GETSTATSRESPONSE']._serialized_start=584
+  _globals['_GETSTATSRESPONSE']._serialized_end=1184
+  _globals['_WATCHCACHEREQUEST']._serialized_start=1186
+  _globals['_WATCHCACHEREQUEST']._serialized_end=1267
+  _globals['_BLOCKSSTORED']._serialized_start=1269
+  _globals['_BLOCKSSTORED']._serialized_end=1365
+  _globals['_BLOCKSREMOVED']._serialized_start=1367
+  _globals['_BLOCKSREMOVED']._serialized_end=1404
+  _globals['_CACHECLEARED']._serialized_start=1406
+  _globals['_CACHECLEARED']._serialized_end=1420
+  _globals['_WATCHCACHERESPONSE']._serialized_start=1423
+  _globals['_WATCHCACHERESPONSE']._serialized_end=1612
+  _globals['_ADMINSERVICE']._serialized_start=1839
+  _globals['_ADMINSERVICE']._serialized_end=2497
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,16 @@ class AdminServiceStub:
                 request_serializer=pagedec_dot_v1_dot_admin__service__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=pagedec_dot_v1_dot_admin__service__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pagedec.v1.AdminService/LoadAdapter',
+                request_serializer=pagedec_dot_v1_dot_admin__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pagedec_dot_v1_dot_admin__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pagedec.v1.AdminService/UnloadAdapter',
+                request_serializer=pagedec_dot_v1_dot_admin__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pagedec_dot_v1_dot_admin__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/pagedec.v1.AdminService/GetStats',
                 request_serializer=pagedec_dot_v1_dot_admin__service__pb2.GetStatsRequest.SerializeToString,
@@ -112,6 +122,20 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Lets requests name a LoRA adapter as their model from now on. One that is there already, of the same files, stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Lets no more requests name an adapter. Those that were read before, and sessions that have it, go on with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """What the engine holds and has done.
         """
@@ -153,6 +177,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=pagedec_dot_v1_dot_admin__service__pb2.ResumeRequest.FromString,
                     response_serializer=pagedec_dot_v1_dot_admin__service__pb2.ResumeResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pagedec_dot_v1_dot_admin__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pagedec_dot_v1_dot_admin__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pagedec_dot_v1_dot_admin__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pagedec_dot_v1_dot_admin__service__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -301,6 +335,60 @@ class AdminService:
             '/pagedec.v1.AdminService/Resume',
             pagedec_dot_v1_dot_admin__service__pb2.ResumeRequest.SerializeToString,
             pagedec_dot_v1_dot_admin__service__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedec.v1.AdminService/LoadAdapter',
+            pagedec_dot_v1_dot_admin__service__pb2.LoadAdapterRequest.SerializeToString,
+            pagedec_dot_v1_dot_admin__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedec.v1.AdminService/UnloadAdapter',
+            pagedec_dot_v1_dot_admin__service__pb2.UnloadAdapterRequest.SerializeToString,
+            pagedec_dot_v1_dot_admin__service__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class AdminServiceStub:
     """Stops stepping: requests wait. New ones are still let in."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeRequest, _admin_service_pb2.ResumeResponse]
     """Ends a pause, or that new requests are refused."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.LoadAdapterRequest, _admin_service_pb2.LoadAdapterResponse]
+    """Lets requests name a LoRA adapter as their model from now on. One that is there already, of the same files, stays."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadAdapterRequest, _admin_service_pb2.UnloadAdapterResponse]
+    """Lets no more requests name an adapter. Those that were read before, and sessions that have it, go on with it."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatsRequest, _admin_service_pb2.GetStatsResponse]
     """What the engine holds and has done."""
     WatchCache: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.WatchCacheRequest, _admin_service_pb2.WatchCacheResponse]
@@ -67,6 +71,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Stops stepping: requests wait. New ones are still let in."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeRequest, _admin_service_pb2.ResumeResponse]  # type: ignore[assignment]
     """Ends a pause, or that new requests are refused."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.LoadAdapterRequest, _admin_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Lets requests name a LoRA adapter as their model from now on. One that is there already, of the same files, stays."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadAdapterRequest, _admin_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Lets no more requests name an adapter. Those that were read before, and sessions that have it, go on with it."""
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatsRequest, _admin_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """What the engine holds and has done."""
     WatchCache: _aio.UnaryStreamMultiCallable[_admin_service_pb2.WatchCacheRequest, _admin_service_pb2.WatchCacheResponse]  # type: ignore[assignment]
@@ -116,6 +124,22 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ResumeResponse, _abc.Awaitable[_admin_service_pb2.ResumeResponse]]:
         """Ends a pause, or that new requests are refused."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_service_pb2.LoadAdapterResponse]]:
+        """Lets requests name a LoRA adapter as their model from now on. One that is there already, of the same files, stays."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_service_pb2.UnloadAdapterResponse]]:
+        """Lets no more requests name an adapter. Those that were read before, and sessions that have it, go on with it."""
 
     @_abc_1.abstractmethod
     def GetStats(

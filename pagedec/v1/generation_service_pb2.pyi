@@ -43,7 +43,7 @@ class GenerateRequest(_message.Message):
     It is echoed in the initial metadata, as "x-request-id".
     """
     model: _builtins.str
-    """The model by one of the names that ListModels tells. Empty: the only one."""
+    """The model, or the adapter of it, by one of the names that ListModels tells. Empty: the base model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """The prompt."""
@@ -221,7 +221,7 @@ class Fingerprint(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """A digest of the model: its configuration, weights and vocabulary."""
+    """A digest of the model: its configuration, weights and vocabulary, and its adapter."""
     numerics: _builtins.str
     """A digest of how it is computed: build, instruction set, types, quantization and degree of parallelism."""
     def __init__(

@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from pagedec.v1 import prompt_pb2 as pagedec_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagedec/v1/model_service.proto\x12\npagedec.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17pagedec/v1/prompt.proto\"\x96\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x14\n\x0cquantization\x18\t \x01(\t\x12\x15\n\rend_token_ids\x18\n \x03(\r\x12\x33\n\x12\x64\x65\x66\x61ult_parameters\x18\x0b \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1b\n\x13speculation_methods\x18\x0c \x03(\t\x12\x10\n\x08\x64\x65\x63oders\x18\r \x03(\t\x12\r\n\x05tries\x18\x0e \x03(\t\x12\x14\n\x0cmax_logprobs\x18\x0f \x01(\x05\x12\x19\n\x11has_chat_template\x18\x10 \x01(\x08\x12\x16\n\x0ekv_cache_dtype\x18\x11 \x01(\t\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pagedec.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.pagedec.v1.Model\"_\n\x0fTokenizeRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.pagedec.v1.Prompt\x12\x19\n\x11no_special_tokens\x18\x02 \x01(\x08\x12\r\n\x05model\x18\x03 \x01(\t\"4\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05texts\x18\x02 \x03(\t\"M\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0especial_tokens\x18\x02 \x01(\x08\x12\r\n\x05model\x18\x03 \x01(\t\"2\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06pieces\x18\x02 \x03(\x0c\"I\n\x18\x41pplyChatTemplateRequest\x12\x1e\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x10.pagedec.v1.Chat\x12\r\n\x05model\x18\x02 \x01(\t\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\x98\x03\n\x0cModelService\x12K\n\nListModels\x12\x1d.pagedec.v1.ListModelsRequest\x1a\x1e.pagedec.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.pagedec.v1.GetModelRequest\x1a\x1c.pagedec.v1.GetModelResponse\x12\x45\n\x08Tokenize\x12\x1b.pagedec.v1.TokenizeRequest\x1a\x1c.pagedec.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pagedec.v1.DetokenizeRequest\x1a\x1e.pagedec.v1.DetokenizeResponse\x12`\n\x11\x41pplyChatTemplate\x12$.pagedec.v1.ApplyChatTemplateRequest\x1a%.pagedec.v1.ApplyChatTemplateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagedec/v1/model_service.proto\x12\npagedec.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17pagedec/v1/prompt.proto\"\xa6\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x14\n\x0cquantization\x18\t \x01(\t\x12\x15\n\rend_token_ids\x18\n \x03(\r\x12\x33\n\x12\x64\x65\x66\x61ult_parameters\x18\x0b \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1b\n\x13speculation_methods\x18\x0c \x03(\t\x12\x10\n\x08\x64\x65\x63oders\x18\r \x03(\t\x12\r\n\x05tries\x18\x0e \x03(\t\x12\x14\n\x0cmax_logprobs\x18\x0f \x01(\x05\x12\x19\n\x11has_chat_template\x18\x10 \x01(\x08\x12\x16\n\x0ekv_cache_dtype\x18\x11 \x01(\t\x12\x0e\n\x06parent\x18\x12 \x01(\t\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pagedec.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.pagedec.v1.Model\"_\n\x0fTokenizeRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.pagedec.v1.Prompt\x12\x19\n\x11no_special_tokens\x18\x02 \x01(\x08\x12\r\n\x05model\x18\x03 \x01(\t\"4\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05texts\x18\x02 \x03(\t\"M\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0especial_tokens\x18\x02 \x01(\x08\x12\r\n\x05model\x18\x03 \x01(\t\"2\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06pieces\x18\x02 \x03(\x0c\"I\n\x18\x41pplyChatTemplateRequest\x12\x1e\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x10.pagedec.v1.Chat\x12\r\n\x05model\x18\x02 \x01(\t\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\x98\x03\n\x0cModelService\x12K\n\nListModels\x12\x1d.pagedec.v1.ListModelsRequest\x1a\x1e.pagedec.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.pagedec.v1.GetModelRequest\x1a\x1c.pagedec.v1.GetModelResponse\x12\x45\n\x08Tokenize\x12\x1b.pagedec.v1.TokenizeRequest\x1a\x1c.pagedec.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pagedec.v1.DetokenizeRequest\x1a\x1e.pagedec.v1.DetokenizeResponse\x12`\n\x11\x41pplyChatTemplate\x12$.pagedec.v1.ApplyChatTemplateRequest\x1a%.pagedec.v1.ApplyChatTemplateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagedec.v1.model_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODEL']._serialized_start=102
-  _globals['_MODEL']._serialized_end=508
-  _globals['_LISTMODELSREQUEST']._serialized_start=510
-  _globals['_LISTMODELSREQUEST']._serialized_end=529
-  _globals['_LISTMODELSRESPONSE']._serialized_start=531
-  _globals['_LISTMODELSRESPONSE']._serialized_end=586
-  _globals['_GETMODELREQUEST']._serialized_start=588
-  _globals['_GETMODELREQUEST']._serialized_end=619
-  _globals['_GETMODELRESPONSE']._serialized_start=621
-  _globals['_GETMODELRESPONSE']._serialized_end=673
-  _globals['_TOKENIZEREQUEST']._serialized_start=675
-  _globals['_TOKENIZEREQUEST']._serialized_end=770
-  _globals['_TOKENIZERESPONSE']._serialized_start=772
-  _globals['_TOKENIZERESPONSE']._serialized_end=824
-  _globals['_DETOKENIZEREQUEST']._serialized_start=826
-  _globals['_DETOKENIZEREQUEST']._serialized_end=903
-  _globals['_DETOKENIZERESPONSE']._serialized_start=905
-  _globals['_DETOKENIZERESPONSE']._serialized_end=955
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=957
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=1030
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=1032
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=1092
-  _globals['_MODELSERVICE']._serialized_start=1095
-  _globals['_MODELSERVICE']._serialized_end=1503
+  _globals['_MODEL']._serialized_end=524
+  _globals['_LISTMODELSREQUEST']._serialized_start=526
+  _globals['_LISTMODELSREQUEST']._serialized_end=545
+  _globals['_LISTMODELSRESPONSE']._serialized_start=547
+  _globals['_LISTMODELSRESPONSE']._serialized_end=602
+  _globals['_GETMODELREQUEST']._serialized_start=604
+  _globals['_GETMODELREQUEST']._serialized_end=635
+  _globals['_GETMODELRESPONSE']._serialized_start=637
+  _globals['_GETMODELRESPONSE']._serialized_end=689
+  _globals['_TOKENIZEREQUEST']._serialized_start=691
+  _globals['_TOKENIZEREQUEST']._serialized_end=786
+  _globals['_TOKENIZERESPONSE']._serialized_start=788
+  _globals['_TOKENIZERESPONSE']._serialized_end=840
+  _globals['_DETOKENIZEREQUEST']._serialized_start=842
+  _globals['_DETOKENIZEREQUEST']._serialized_end=919
+  _globals['_DETOKENIZERESPONSE']._serialized_start=921
+  _globals['_DETOKENIZERESPONSE']._serialized_end=971
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=973
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=1046
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=1048
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=1108
+  _globals['_MODELSERVICE']._serialized_start=1111
+  _globals['_MODELSERVICE']._serialized_end=1519
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Model(_message.Message):
-    """A model."""
+    """A model, or an adapter of one, which requests name as they name a model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,6 +43,7 @@ class Model(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     max_model_len: _builtins.int
@@ -67,6 +68,8 @@ class Model(_message.Message):
     """Conversations can be given as messages."""
     kv_cache_dtype: _builtins.str
     """Numbers of KV: "int8", "fp8" (e4m3), or "auto", which is as dtype says."""
+    parent: _builtins.str
+    """Of a LoRA adapter: the name of the model that it changes. Empty: it is a model itself."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
@@ -107,10 +110,11 @@ class Model(_message.Message):
         max_logprobs: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         kv_cache_dtype: _builtins.str = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_parameters", b"default_parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decoders", b"decoders", "default_parameters", b"default_parameters", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "name", b"name", "num_blocks", b"num_blocks", "quantization", b"quantization", "speculation_methods", b"speculation_methods", "tries", b"tries", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decoders", b"decoders", "default_parameters", b"default_parameters", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "name", b"name", "num_blocks", b"num_blocks", "parent", b"parent", "quantization", b"quantization", "speculation_methods", b"speculation_methods", "tries", b"tries", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -165,7 +169,7 @@ class GetModelRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name. Empty: the only one."""
+    """Its name. Empty: the base model's."""
     def __init__(
         self,
         *,

@@ -67,7 +67,7 @@ class ModelServiceServicer:
     """
 
     def ListModels(self, request, context):
-        """All models that are served.
+        """All models that are served: the base model first, then its adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

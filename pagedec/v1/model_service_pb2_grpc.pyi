@@ -34,7 +34,7 @@ class ModelServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]
-    """All models that are served."""
+    """All models that are served: the base model first, then its adapters."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
     """One model: its limits and its defaults."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.TokenizeRequest, _model_service_pb2.TokenizeResponse]
@@ -50,7 +50,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListModels: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """All models that are served."""
+    """All models that are served: the base model first, then its adapters."""
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """One model: its limits and its defaults."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_model_service_pb2.TokenizeRequest, _model_service_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.ListModelsResponse, _abc.Awaitable[_model_service_pb2.ListModelsResponse]]:
-        """All models that are served."""
+        """All models that are served: the base model first, then its adapters."""
 
     @_abc_1.abstractmethod
     def GetModel(

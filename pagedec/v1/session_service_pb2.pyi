@@ -106,7 +106,7 @@ class OpenSessionRequest(_message.Message):
     cache_salt: _builtins.str
     """As GenerateRequest's."""
     model: _builtins.str
-    """As GenerateRequest's."""
+    """As GenerateRequest's; all branches have it."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """What its first branch begins with."""
@@ -811,12 +811,15 @@ class Session(_message.Message):
     OPEN_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Its name."""
     num_branches: _builtins.int
     """Open branches."""
     num_tokens: _builtins.int
     """Tokens that it holds, each counted once however many branches share it."""
+    model: _builtins.str
+    """The model, or the adapter, that it was opened with, by its name."""
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """When it was opened."""
@@ -838,10 +841,11 @@ class Session(_message.Message):
         open_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "open_time", b"open_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "num_branches", b"num_branches", "num_tokens", b"num_tokens", "open_time", b"open_time", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "model", b"model", "num_branches", b"num_branches", "num_tokens", b"num_tokens", "open_time", b"open_time", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

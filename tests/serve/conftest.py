@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import pytest
 
 from pagedec import LLM, AsyncLLM
 from tests.engine.conftest import EOS
+from tests.engine.lora_models import Adapted
 from tests.models.checkpoints import make_checkpoint, variant
+from tests.serve.adapter_cases import LORA, Admin, given
 from tests.serve.serving import Loop, Serving
 
 assert EOS == 2
@@ -109,3 +112,29 @@ def compiling(text_server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(grammars, "_compile", slow)
     yield held
     held.go_on.set()
+
+
+@pytest.fixture(scope="session")
+def adapted(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tiny_path, tmp_path_factory.mktemp("loras"))
+
+
+@pytest.fixture
+def adapted_llm(adapted: Adapted) -> Iterator[LLM]:
+    """Without a server."""
+    with adapted.load(max_loras=3, num_blocks=256) as made:
+        yield made
+
+
+@pytest.fixture
+def adapters(serve: Callable[..., Serving], adapted: Adapted) -> Serving:
+    """Three of them, with places for two; an administrator may load more."""
+    engine = {**LORA, "num_blocks": 1024, "max_model_len": 16384}
+    options = {"admin_port": 0, "lora_dir": str(adapted.folder), "served_model_name": "base"}
+    return serve(engine=engine, lora=given(adapted), **options)
+
+
+@pytest.fixture
+def admin(adapters: Serving) -> Iterator[Admin]:
+    with grpc.insecure_channel(f"127.0.0.1:{adapters.server.admin_port}") as channel:
+        yield Admin(channel)

@@ -20,6 +20,7 @@ from pagedec import (
     AsyncLLM,
     BeamSearchParams,
     InvalidArgument,
+    LoRARequest,
     RequestOutput,
     RequestOutputKind,
     RequestsFailed,
@@ -73,7 +74,11 @@ def test_each_argument_of_an_llm_is_one_of_a_client_in_the_same_place(near: type
 
 def test_what_only_an_llm_can_take_is_refused_by_name() -> None:
     """Nobody is asked."""
-    lora, beams, hi = {"lora_name": "mine"}, BeamSearchParams(max_tokens=2), [{"role": "user", "content": "Hi"}]
+    lora, beams, hi = (
+        LoRARequest("mine", 1, "/srv/mine"),
+        BeamSearchParams(max_tokens=2),
+        [{"role": "user", "content": "Hi"}],
+    )
     client, coroutines = Client("127.0.0.1:1"), AsyncClient("127.0.0.1:1")
 
     async def first(outputs: AsyncIterator[RequestOutput]) -> None:
@@ -86,7 +91,7 @@ def test_what_only_an_llm_can_take_is_refused_by_name() -> None:
         lambda: asyncio.run(first(coroutines.chat(hi, lora_request=lora))),
         lambda: asyncio.run(first(coroutines.beam_search(PROMPT, None, beams, lora))),
     ):  # fmt: skip
-        with pytest.raises(FeatureNotAvailable, match="^lora_request is .*mine.*: LoRA adapters are not available in"):
+        with pytest.raises(InvalidArgument, match="^lora_request is .*mine.*: must be a ServedLora"):
             call()  # type: ignore[no-untyped-call]
     for call in (
         lambda: client.generate(PROMPT, tokenization_kwargs=lora), lambda: client.chat(hi, tokenization_kwargs=lora),

@@ -19,7 +19,8 @@ Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
 HERE = {"conversation", "get_tokenizer", "kv_cache", "prepare", "prepare_chat", "prepare_grammar", "prepare_one"}
 """What is of a model in this process."""
-OPERATORS = {"reset_prefix_cache", "abort", "check_health", "shutdown"}
+LORAS = {"add_lora", "remove_lora", "list_loras", "pin_lora"}
+OPERATORS = {"reset_prefix_cache", "abort", "check_health", "shutdown"} | LORAS
 """What AdminService and the health service do."""
 SERVERS = {"resumable"}
 """What a client does by itself where its server is gone."""
@@ -36,7 +37,7 @@ def public(kind: type) -> set[str]:
 
 
 def test_names() -> None:
-    assert public(LLM) - public(Client) == HERE | {"reset_prefix_cache"}
+    assert public(LLM) - public(Client) == HERE | {"reset_prefix_cache"} | LORAS
     assert public(AsyncLLM) - public(AsyncClient) == HERE | OPERATORS | SERVERS
     assert public(SessionBranch) - public(RemoteBranch) == TOLD
     assert public(AsyncSessionBranch) - public(AsyncRemoteBranch) == AWAITED | TOLD | COUNTED

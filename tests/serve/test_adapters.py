@@ -1,0 +1,248 @@
+"""Requests that name adapters as their model: answers are `LLM.generate`'s, whoever is beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from pagedec import LLM, BeamSearchParams, SamplingParams
+from pagedec.client import AsyncClient, ServedLora
+from pagedec.errors import InvalidArgument, NotFound
+from pagedec.v1 import admin_service_pb2 as ab
+from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import model_service_pb2, open_inference_service_pb2_grpc
+from pagedec.v1 import open_inference_service_pb2 as ob
+from pagedec.v1 import session_service_pb2 as sb
+from tests.engine.lora_models import PROMPTS, Adapted, prompts_of
+from tests.serve.adapter_cases import (
+    GREEDY,
+    LORA,
+    MIXED,
+    NAMES,
+    Admin,
+    asked,
+    refused,
+    served,
+    without_loras,
+)
+from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, streamed
+
+Serve = Callable[..., Serving]
+DRAWN = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, logprobs=2, ignore_eos=True)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=6)
+
+
+# ---- answers
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, BEAMS], ids=["greedy", "drawn", "beams"])
+def test_mixtures_are_as_offline(adapters: Serving, adapted: Adapted, adapted_llm: LLM, params: Any) -> None:
+    """In one stream, each at once, and each as it grows."""
+    loras = [adapted.choices[i] for i, _ in MIXED]
+    prompts = [PROMPTS[j] for _, j in MIXED]
+    want = [without_loras(o) for o in adapted_llm.generate(prompts, params, use_tqdm=False, lora_request=loras)]
+    names = [served(NAMES[i]) for i, _ in MIXED]
+    with client_of(adapters) as client:
+        batch = client.generate(prompts, params, use_tqdm=False, lora_request=names)
+        assert [plain(output) for output in batch] == want
+
+        def one(name: ServedLora | None, what: list[int]) -> Any:
+            return client.generate(what, params, use_tqdm=False, lora_request=name)[0]
+
+        def grown(name: ServedLora | None, what: list[int]) -> Any:
+            return list(client.stream(what, params, lora_request=name))[-1]
+
+        with ThreadPoolExecutor(len(MIXED)) as pool:
+            assert [plain(output) for output in pool.map(one, names, prompts)] == want
+            assert [plain(output) for output in pool.map(grown, names, prompts)] == want
+    assert len({str(output.outputs[0].token_ids) for output in want}) > len(want) // 2, "adapters change answers"
+
+
+def test_a_client_has_a_model_of_its_own(adapters: Serving, adapted: Adapted) -> None:
+    """Where a call names none."""
+    [lora, *_] = adapted.loras
+    with client_of(adapters, model="a1") as client:
+        [output] = client.generate(PROMPTS[1], GREEDY)
+        assert output.outputs[0].token_ids == adapted.want(lora, PROMPTS[1])
+        assert client.get_default_sampling_params() == SamplingParams()
+        [other] = client.generate(PROMPTS[1], GREEDY, lora_request=ServedLora("a2"))
+        assert other.outputs[0].token_ids == adapted.want(adapted.loras[1], PROMPTS[1])
+        with client.session(PROMPTS[1]) as own:
+            assert own.generate(GREEDY).outputs[0].token_ids == output.outputs[0].token_ids
+
+    async def grown() -> list[int]:
+        async with AsyncClient(f"127.0.0.1:{adapters.server.port}") as client:
+            outputs = client.generate(PROMPTS[1], GREEDY, lora_request=ServedLora("a1"))
+            return [output async for output in outputs][-1].outputs[0].token_ids
+
+    assert asyncio.run(grown()) == output.outputs[0].token_ids
+
+
+def test_names_that_are_not_served(adapters: Serving, serve: Serve) -> None:
+    """Errors say which are; and none else of a batch fails."""
+
+    def stream() -> list[Any]:
+        return list(adapters.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt([5]), model="b1")))
+
+    for call in (
+        lambda: adapters.generation.Generate(asked("b1", [5, 9])), stream,
+        lambda: adapters.sessions.OpenSession(sb.OpenSessionRequest(prompt=prompt([5]), model="b1")),
+        lambda: adapters.models.GetModel(model_service_pb2.GetModelRequest(name="b1")),
+        lambda: adapters.models.Detokenize(model_service_pb2.DetokenizeRequest(token_ids=[5], model="b1")),
+    ):  # fmt: skip
+        error = refused(call)
+        assert error.code() is grpc.StatusCode.NOT_FOUND and reason(error) == "MODEL_NOT_FOUND"
+        assert error.details() == "there is no such model; known are base, a1, a2, a3"
+        assert details(error)["ErrorInfo"].metadata["known"] == "known are base, a1, a2, a3"
+    names = [None, ServedLora("nobody's"), ServedLora("a3")]
+    with client_of(adapters) as client:
+        with pytest.raises(NotFound, match="^model \"?'?nobody's.* does not exist; known are base, a1, a2, a3$"):
+            client.generate([PROMPTS[0]] * 3, GREEDY, use_tqdm=False, lora_request=names)
+        with pytest.raises(InvalidArgument, match=r"^lora_request is a list of 2: must be one for each of 3 prompts$"):
+            client.generate([PROMPTS[0]] * 3, GREEDY, use_tqdm=False, lora_request=names[:2])
+        with pytest.raises(InvalidArgument, match=r"^lora_request\[1\] is 'a1': must be a ServedLora"):
+            client.generate([PROMPTS[0]] * 2, GREEDY, use_tqdm=False, lora_request=[None, "a1"])  # type: ignore
+    items = [pb.GenerateBatchRequest(item_id=name, request=asked(name, [5, 9])) for name in ("b1", "a1", "base")]
+    told = {one.item_id: one for one in adapters.generation.GenerateBatch(iter(items))}
+    assert told["b1"].error.message == "there is no such model; known are base, a1, a2, a3"
+    assert told["a1"].response.answers and told["base"].response.answers
+    without = serve()
+    assert reason(refused(lambda: without.generation.Generate(asked("a1", [5, 9])))) == "MODEL_NOT_FOUND"
+
+
+def test_what_is_served(adapters: Serving) -> None:
+    with client_of(adapters) as client:
+        models = client.models()
+    assert [(model.name, model.parent) for model in models] == [
+        ("base", ""), ("a1", "base"), ("a2", "base"), ("a3", "base"),
+    ]  # fmt: skip
+    assert all(model.max_model_len == 16384 for model in models)
+    told = adapters.models.GetModel(model_service_pb2.GetModelRequest(name="a2")).model
+    assert (told.name, told.parent) == ("a2", "base")
+    assert adapters.models.GetModel(model_service_pb2.GetModelRequest()).model == models[0]
+
+
+def test_prefixes_are_their_own(adapters: Serving) -> None:
+    """What one adapter has computed no other one finds."""
+    long = prompts_of((70,), seed=8)[0]
+    cached = [adapters.generation.Generate(asked(name, long)).usage.cached_tokens for name in (*NAMES, "a1", "base")]
+    assert cached[:4] == [0, 0, 0, 0] and cached[4] == cached[5] == 64
+
+
+# ---- who is beside them
+def test_neighbours_who_leave_change_nothing(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
+    """Some cancel, some have no time, some ask for what there is not; those who stay have their answers."""
+    own = parameters(16000, temperature=0.0)
+    own.stopping.ignore_eos = True
+
+    def endless(name: str, **more: Any) -> Any:
+        request = pb.GenerateStreamRequest(prompt=prompt(PROMPTS[0]), parameters=own, model=name)
+        return adapters.generation.GenerateStream(request, **more)
+
+    calls = [endless(name) for name in NAMES]
+    late = [endless(name, timeout=1.0) for name in NAMES]
+    for call in calls:
+        next(call)
+    with ThreadPoolExecutor(len(MIXED)) as pool:
+        answers = [pool.submit(adapters.generation.Generate, asked(NAMES[i], PROMPTS[j])) for i, j in MIXED]
+        for call in calls[:3]:
+            call.cancel()
+        assert reason(refused(lambda: next(endless("b1")))) == "MODEL_NOT_FOUND"
+        told = [list(answer.result(60).answers[0].token_ids) for answer in answers]
+    assert told == [adapted.want(adapted.choices[i], PROMPTS[j]) for i, j in MIXED]
+    for call in late:
+        assert refused(lambda call=call: list(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[misc]
+    assert admin.Abort(ab.AbortRequest(all=True)).num_aborted == 1
+    assert [answer.finish.reason for answer in list(calls[3])[-1].finished] == [3]
+
+
+# ---- streams that go on
+def test_a_stream_goes_on_with_its_adapter_alone(adapters: Serving, serve: Serve, adapted: Adapted) -> None:
+    """Here or at another server that has it, whatever it is called there; not with another one of its name."""
+    own, what = parameters(24, temperature=1.0), PROMPTS[2]
+    own.seed, own.stopping.ignore_eos = 9, True
+    request = pb.GenerateStreamRequest(prompt=prompt(what), parameters=own, model="a1")
+    messages = list(adapters.generation.GenerateStream(request))
+    whole = streamed(messages)
+    [(_, tokens)] = whole
+    first = messages[0].resume
+    assert first.fingerprint.model.startswith(adapters.llm.engine.executor.geometry.model)
+    assert first.fingerprint.model != adapters.llm.engine.executor.geometry.model
+    request.resume.CopyFrom(first)
+    request.resume.answers.add(token_ids=tokens[:7], num_characters=0)
+    paths = [lora.lora_path for lora in adapted.loras]
+    other = serve(engine={**LORA, "max_loras": 1}, lora=(f"a1={paths[1]}", f"mine={paths[0]}"))
+
+    def rest(serving: Serving, name: str) -> list[int]:
+        request.model = name
+        return streamed(list(serving.generation.GenerateStream(request)))[0][1]
+
+    assert rest(adapters, "a1") == tokens[7:] == rest(other, "mine")
+    for serving, name in ((other, "a1"), (adapters, "a2"), (adapters, "base")):
+        error = refused(lambda serving=serving, name=name: rest(serving, name))  # type: ignore[misc]
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION and reason(error) == "RESUME_MODEL"
+
+
+# ---- sessions
+def test_sessions_keep_theirs(adapters: Serving, adapted: Adapted, adapted_llm: LLM, admin: Admin) -> None:
+    """Forks, scores and rollbacks too, and when it is unloaded; and they say what they have."""
+    [lora, *_] = adapted.loras
+    with client_of(adapters) as client, adapted_llm.session(PROMPTS[3], seed=3, lora_request=lora) as own:
+        with client.session(PROMPTS[3], seed=3, lora_request=ServedLora("a1")) as far, client.session([5]) as none:
+            assert [session.model for session in client.sessions()] == ["a1", "base"]
+            admin.UnloadAdapter(ab.UnloadAdapterRequest(name="a1"))
+            params = SamplingParams(temperature=1.0, max_tokens=9, ignore_eos=True)
+            for one in (own, far):
+                one.generate(params)
+            mine, theirs = own.fork(), far.fork()
+            for one in (mine, theirs):
+                one.rollback(4)
+                one.append([7, 8])
+            assert theirs.generate(params).outputs[0].token_ids == mine.generate(params).outputs[0].token_ids
+            assert theirs.token_ids == mine.token_ids and far.token_ids == own.token_ids
+            scores = [[score.logprob for score in one.score([[5, 9], [7]])] for one in (theirs, mine)]
+            assert scores[0] == scores[1]
+            assert none.generate(GREEDY).outputs[0].token_ids == adapted.want(None, [5])
+        with pytest.raises(NotFound):
+            client.session(PROMPTS[3], lora_request=ServedLora("a1"))
+    assert adapters.llm.loop.call(lambda engine: len(engine.adapters.files)).result(30) == 2, "nobody has it any more"
+
+
+# ---- others who ask
+def test_traces_and_metrics_say_which(adapters: Serving) -> None:
+    seen: list[Any] = []
+
+    class Watcher:
+        def begun(self, name: str, order: Any, num_prompt_tokens: int) -> None:
+            seen.append(order.lora and order.lora.lora_name)
+
+        def told(self, name: str, output: Any) -> None:
+            pass
+
+        def over(self, name: str, error: Any) -> None:
+            pass
+
+        def waiting(self, count: int) -> None:
+            pass
+
+    adapters.server.gateway.watchers = (Watcher(),)
+    with client_of(adapters) as client:
+        for name in NAMES:
+            client.generate(PROMPTS[0], GREEDY, lora_request=served(name))
+        with client.session(PROMPTS[0], lora_request=ServedLora("a2")) as branch:
+            branch.generate(GREEDY)
+            branch.score([[5]])
+    adapters.server.gateway.watchers = ()
+    assert seen == [None, "a1", "a2", "a3", "a2", "a2"]
+
+
+def test_the_open_inference_protocol_names_them(adapters: Serving) -> None:
+    stub = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(adapters.channel)
+    for name, is_ready in (("base", True), ("a3", True), ("b1", False)):
+        assert stub.ModelReady(ob.ModelReadyRequest(name=name)).ready is is_ready
+    assert stub.ModelMetadata(ob.ModelMetadataRequest(name="a3")).name == "a3"
+    assert reason(refused(lambda: stub.ModelMetadata(ob.ModelMetadataRequest(name="b1")))) == "MODEL_NOT_FOUND"
+    assert reason(refused(lambda: stub.ModelInfer(ob.ModelInferRequest(model_name="b1")))) == "MODEL_NOT_FOUND"
