@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     options = given_options(arguments, ServerConfig)
-    arguments.lora = options.lora or options.lora_dir  # which have the engine take adapters
+    arguments.lora = [*options.lora] or options.lora_dir  # which have the engine take adapters
     config = recommending(arguments)
     environment.quiet_grpc()  # it waits for who reads standard error, while it holds up all connections
     from pagedec.serve.logs import begin_logging

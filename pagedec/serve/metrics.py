@@ -60,6 +60,7 @@ class Metrics:
     def __init__(self, lifecycle: Lifecycle, census: CensusTaker, methods: tuple[str, ...]) -> None:
         """`methods`: full names of those that are called, for their zeros."""
         self.registry = registry = CollectorRegistry()
+        self._base = ""
         self._courses: dict[str, _Course] = {}
         self._http: MetricsPort | None = None
         registry.register(EngineMetrics(census.take))
@@ -82,9 +83,8 @@ class Metrics:
         )
         self._calls = Counter(PREFIX + "calls", "Calls that are over", ["method", "code"], registry=registry)
         self._model = Gauge(PREFIX + "cache_config_info", "What is served", INFO, registry=registry)
-        self._adapters = Counter(
-            PREFIX + "adapter_requests", "Requests that were let in, by their adapter", ["adapter"], registry=registry
-        )
+        named = "Requests that were let in, by the model or the adapter that they name"
+        self._named = Counter(PREFIX + "model_requests", named, ["model_name"], registry=registry)
         waiting = "Requests of GenerateBatch streams that wait to be let in"
         self._waiting = Gauge(PREFIX + "num_batch_requests_waiting", waiting, registry=registry)
         states = Gauge(PREFIX + "server_state", "1 of the state that the server is in", ["state"], registry=registry)
@@ -98,8 +98,9 @@ class Metrics:
 
     def open(self, llm: AsyncLLM, models: ServedModels) -> None:
         """The model is there, with its adapters."""
-        for name in models.adapters:
-            self._adapters.labels(name)
+        self._base = models.base
+        for name in models.names:
+            self._named.labels(name)
         self._model.labels(models.base, llm.kv_cache.block_size, llm.kv_cache.num_blocks).set(1)
 
     # ---- HTTP
@@ -132,8 +133,7 @@ class Metrics:
         self._courses[name] = _Course(time.monotonic(), streamed, params.num_answers)
         self._asked.observe(num_prompt_tokens)
         self._answers.observe(params.num_answers)
-        if order.lora is not None:
-            self._adapters.labels(order.lora.lora_name).inc()
+        self._named.labels(self._base if order.lora is None else order.lora.lora_name).inc()
 
     def told(self, name: str, output: RequestOutput) -> None:
         """An output of it is given out."""

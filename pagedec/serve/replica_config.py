@@ -93,7 +93,7 @@ def read_arguments(given: Mapping[str, Any]) -> Given:
     values = {name: _read(known[name][0], name, value) for name, value in given.items()}
     options = ServerConfig(**{name: value for name, value in values.items() if name in server})
     if options.wants_loras and not values.setdefault("enable_lora", True):
-        raise InvalidArgument("lora", options.lora, "must not be given where enable_lora is false")
+        raise InvalidArgument("lora", [*options.lora], "must not be given where enable_lora is false")
     config = EngineConfig.from_kwargs(**{name: value for name, value in values.items() if name in engine})
     return Given(
         _placed(config),

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from pagedec import LLM, BeamSearchParams, SamplingParams
+from pagedec import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedec.client import AsyncClient, ServedLora
 from pagedec.errors import InvalidArgument, NotFound
+from pagedec.serve.tracing import Tracer
 from pagedec.v1 import admin_service_pb2 as ab
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2, open_inference_service_pb2_grpc
 from pagedec.v1 import open_inference_service_pb2 as ob
 from pagedec.v1 import session_service_pb2 as sb
+from tests.batch.tiny import make_tiny
 from tests.engine.lora_models import PROMPTS, Adapted, prompts_of
 from tests.serve.adapter_cases import (
     GREEDY,
@@ -26,11 +30,14 @@ from tests.serve.adapter_cases import (
     NAMES,
     Admin,
     asked,
+    byte_lora,
+    given,
     refused,
     served,
     without_loras,
 )
-from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, streamed
+from tests.serve.serving import Loop, Serving, client_of, details, parameters, plain, prompt, reason, streamed
+from tests.serve.test_metrics import scraped
 
 Serve = Callable[..., Serving]
 DRAWN = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, logprobs=2, ignore_eos=True)
@@ -212,37 +219,105 @@ def test_sessions_keep_theirs(adapters: Serving, adapted: Adapted, adapted_llm: 
 
 
 # ---- others who ask
-def test_traces_and_metrics_say_which(adapters: Serving) -> None:
-    seen: list[Any] = []
+def test_traces_and_metrics_say_which(serve: Serve, adapted: Adapted) -> None:
+    """Of adapters that there are, and of none else."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace.export", reason="opentelemetry-sdk is not installed")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    serving = serve(engine=LORA, lora=given(adapted), served_model_name="base", metrics_port=0)
+    spans = memory.InMemorySpanExporter()
+    tracer = Tracer(sdk.SimpleSpanProcessor(spans))
+    tracer.model = "base"
+    serving.server.gateway.watchers += (tracer,)
 
-    class Watcher:
-        def begun(self, name: str, order: Any, num_prompt_tokens: int) -> None:
-            seen.append(order.lora and order.lora.lora_name)
+    def told(name: str) -> float:
+        return scraped(serving)["pagedec_model_requests_total", (("model_name", name),)]
 
-        def told(self, name: str, output: Any) -> None:
-            pass
-
-        def over(self, name: str, error: Any) -> None:
-            pass
-
-        def waiting(self, count: int) -> None:
-            pass
-
-    adapters.server.gateway.watchers = (Watcher(),)
-    with client_of(adapters) as client:
+    assert [told(name) for name in ("base", "a1", "a2", "a3")] == [0, 0, 0, 0]
+    with client_of(serving) as client:
         for name in NAMES:
             client.generate(PROMPTS[0], GREEDY, lora_request=served(name))
         with client.session(PROMPTS[0], lora_request=ServedLora("a2")) as branch:
             branch.generate(GREEDY)
             branch.score([[5]])
-    adapters.server.gateway.watchers = ()
-    assert seen == [None, "a1", "a2", "a3", "a2", "a2"]
+        with pytest.raises(NotFound):
+            client.generate(PROMPTS[0], GREEDY, lora_request=ServedLora("b1"))
+    assert [told(name) for name in ("base", "a1", "a2", "a3")] == [1, 1, 3, 1]
+    named = [("base", "base"), ("a1", "a1"), ("a2", "a2"), ("a3", "a3"), ("a2", "a2"), ("a2", None)]
+    found = [dict(span.attributes) for span in spans.get_finished_spans()]
+    assert [(own["gen_ai.request.model"], own.get("gen_ai.response.model")) for own in found] == named
+    labels = {dict(label).get("model_name") for _, label in scraped(serving)} - {None}
+    assert labels == {"base", "a1", "a2", "a3"}
+    serving.server.gateway.watchers = serving.server.gateway.watchers[:-1]
+    tracer.close()
 
 
-def test_the_open_inference_protocol_names_them(adapters: Serving) -> None:
-    stub = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(adapters.channel)
-    for name, is_ready in (("base", True), ("a3", True), ("b1", False)):
+@pytest.fixture
+def texts(server_loop: Loop, tmp_path: Path) -> Iterator[tuple[Serving, LLM, LoRARequest]]:
+    """A model of bytes with an adapter, served and not."""
+    path, lora = str(make_tiny(tmp_path)), LoRARequest("tuned", 1, byte_lora(tmp_path / "tuned", 3))
+    settings: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_blocks": 256, "enable_lora": True}
+    loras = (f"tuned={lora.lora_path}",)
+    serving = Serving(server_loop, lambda: AsyncLLM(path, **settings), lora=loras, served_model_name="bytes").ready()
+    with LLM(path, **settings) as llm:
+        yield serving, llm, lora
+    serving.whole()
+    serving.close()
+
+
+def test_the_open_inference_protocol_names_them(texts: tuple[Serving, LLM, LoRARequest]) -> None:
+    serving, llm, lora = texts
+    stub = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(serving.channel)
+    for name, is_ready in (("bytes", True), ("tuned", True), ("b1", False), ("", False)):
         assert stub.ModelReady(ob.ModelReadyRequest(name=name)).ready is is_ready
-    assert stub.ModelMetadata(ob.ModelMetadataRequest(name="a3")).name == "a3"
+    assert stub.ModelMetadata(ob.ModelMetadataRequest(name="tuned")).name == "tuned"
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    raw = json.dumps({"temperature": 0, "max_tokens": 9, "ignore_eos": True})
+
+    def request(name: str, streams: bool) -> ob.ModelInferRequest:
+        made = ob.ModelInferRequest(model_name=name)
+        for what, text in (("text_input", "hello there"), ("sampling_parameters", raw)):
+            made.inputs.add(name=what, datatype="BYTES", shape=[1]).contents.bytes_contents.append(text.encode())
+        for what, value in (("stream", streams), ("exclude_input_in_output", True)):
+            made.inputs.add(name=what, datatype="BOOL", shape=[1]).contents.bool_contents.append(value)
+        return made
+
+    def text_of(response: ob.ModelInferResponse) -> str:
+        [output] = [i for i, one in enumerate(response.outputs) if one.name == "text_output"]
+        if response.raw_output_contents:
+            return response.raw_output_contents[output][4:].decode()
+        return response.outputs[output].contents.bytes_contents[0].decode()
+
+    wants = set()
+    for name, own in (("tuned", lora), ("bytes", None)):
+        [want] = llm.generate(["hello there"], params, use_tqdm=False, lora_request=own)
+        assert text_of(stub.ModelInfer(request(name, False))) == want.outputs[0].text
+        pieces = [one.infer_response for one in stub.ModelStreamInfer(iter([request(name, True)]))]
+        assert "".join(map(text_of, pieces)) == want.outputs[0].text and pieces[0].model_name == name
+        wants.add(want.outputs[0].text)
+    assert len(wants) == 2
     assert reason(refused(lambda: stub.ModelMetadata(ob.ModelMetadataRequest(name="b1")))) == "MODEL_NOT_FOUND"
-    assert reason(refused(lambda: stub.ModelInfer(ob.ModelInferRequest(model_name="b1")))) == "MODEL_NOT_FOUND"
+    assert reason(refused(lambda: stub.ModelInfer(request("b1", False)))) == "MODEL_NOT_FOUND"
+    [failed] = stub.ModelStreamInfer(iter([request("b1", True)]))
+    assert failed.error_message == "there is no such model; known are bytes, tuned"
+
+
+def test_chats_texts_and_beams_through_one(texts: tuple[Serving, LLM, LoRARequest]) -> None:
+    """In sessions, too; and texts are spelled when it is gone."""
+    serving, llm, lora = texts
+    hi, params = [{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    own, far = {"lora_request": lora}, {"lora_request": ServedLora("tuned")}
+    beams = BeamSearchParams(beam_width=2, max_tokens=5)
+    with client_of(serving, model="tuned") as client:
+        assert client.chat(hi, params)[0].outputs[0].text == llm.chat(hi, params, **own)[0].outputs[0].text  # type: ignore
+        near, remote = llm.beam_search(["Hi"], beams, **own)[0], client.beam_search(["Hi"], beams)[0]  # type: ignore
+        assert [beam.text for beam in remote.sequences] == [beam.text for beam in near.sequences]
+        assert client.tokenize("Hi") == llm.get_tokenizer().encode("Hi")
+        with llm.session(messages=hi, **own) as mine, client.session(messages=hi, **far) as theirs:  # type: ignore
+            for _ in range(2):
+                assert theirs.generate(params).outputs[0].text == mine.generate(params).outputs[0].text
+                mine.append({"role": "user", "content": "And?"}), theirs.append({"role": "user", "content": "And?"})
+        outputs = list(client.stream("Hi", params.clone(n=2, temperature=1.0, seed=1)))
+        serving.server.gateway.models.unload("tuned")
+        assert str(outputs[-1].tree())
+        with pytest.raises(NotFound):
+            client.chat(hi, params)

@@ -41,6 +41,14 @@ def test_arguments_are_of_the_engine_of_the_server_and_of_replicas() -> None:
     assert given.engine.parallel.num_threads == 1 and given.engine.parallel.executor == "auto"
 
 
+def test_adapters_are_each_replica_s() -> None:
+    given = read_arguments({"lora": ["sql=/srv/sql", "chat=/srv/chat"], "max_loras": "2"})
+    assert given.server.lora == ("sql=/srv/sql", "chat=/srv/chat")
+    assert (given.engine.lora.enable_lora, given.engine.lora.max_loras) == (True, 2)
+    assert read_arguments({"lora": "sql=/srv/sql"}).server.lora == ("sql=/srv/sql",)
+    assert not read_arguments({}).engine.lora.enable_lora
+
+
 def test_ranks_are_actors() -> None:
     assert read_arguments({"tensor_parallel_size": 2}).engine.parallel.executor == "ray"
     assert read_arguments({"tensor_parallel_size": 2, "executor": "process"}).engine.parallel.executor == "process"
@@ -59,6 +67,8 @@ def test_ranks_are_actors() -> None:
             {"max_message_size": 9},
             "max_message_size is 9: not a field of the application; RAY_SERVE_GRPC_MAX_MESSAGE_SIZE",
         ),
+        ({"lora_dir": "/srv"}, "lora_dir is '/srv': not a field of the application; replicas have no AdminService"),
+        ({"lora": ["a=b"], "enable_lora": False}, "lora is ['a=b']: must not be given where enable_lora is false"),
         ({"min_replicas": 0}, "min_replicas is 0: must be a whole number from 1 to 10000"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas is 2: must be at least min_replicas, which is 3"),
         ({"num_blocks": "many"}, "num_blocks is 'many': must be a whole number"),

@@ -28,6 +28,7 @@ from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import generation_service_pb2_grpc
+from tests.engine.lora_models import Adapted
 from tests.serve.serving import greedy, parameters, prompt, reason
 
 SOURCES = Path(__file__).resolve().parents[2]
@@ -291,6 +292,36 @@ def refused_port(tiny_path: Path, *flags: str, **environ: str) -> tuple[list[str
     assert done.returncode == 2
     said = f"pagedec: error: port is {port}: cannot be listened on at 127.0.0.1: Address already in use"
     return done.stderr.splitlines(), said
+
+
+def refusal_of(tiny_path: Path, *flags: str) -> tuple[int, str]:
+    """How a server has ended that cannot start, and its last line."""
+    command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--skip-tokenizer-init", *flags]
+    done = subprocess.run([*command, "--port", "0"], cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def test_adapters_of_the_command_line(started: Callable[..., Process], tiny_path: Path, tmp_path: Path) -> None:
+    """--lora has the engine take them; what is wrong with one stands in one line, and nothing is served."""
+    lora = Adapted(tiny_path, tmp_path).write("tuned", 8, seed=1)
+    process = started("--lora", f"tuned={lora.lora_path}", "--lora", f"twin={lora.lora_path}", "--max-loras", "2")
+    process.said(r"serving .*, tuned, twin$")
+    answers = [
+        process.generation.Generate(pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(4), model=name))
+        for name in ("tuned", "twin")
+    ]
+    assert answers[0].answers == answers[1].answers
+    process.signal()
+    assert process.wait() == 0
+    missing, folder = f"tuned={tmp_path}/no", str(tmp_path)
+    for flags, said in (
+        (("--lora", missing), f"lora is {missing}: {tmp_path}/no: does not exist"),
+        (("--lora", "tuned"), "lora is tuned: must be NAME=PATH, each name once"),
+        (("--lora", "a=b", "--no-enable-lora"), "lora is [a=b]: must not be given with --no-enable-lora"),
+        (("--lora-dir", folder), "admin_port is none: must be given, since lora_dir is"),
+    ):
+        status, line = refusal_of(tiny_path, *flags)
+        assert status == 2 and line.replace("'", "").startswith(f"pagedec: error: {said}"), line
 
 
 def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
