@@ -15,7 +15,7 @@ OUTSIDE = {
     "convert_ids_to_tokens": "of transformers' tokenizers",
     "convert_tokens_to_ids": "of transformers' tokenizers",
     "retract": "for a conversation whose turn was given up",
-    **dict.fromkeys(("check_health", "add_lora", "remove_lora", "list_loras", "pin_lora", "adapter_id"), "vLLM's name"),
+    **dict.fromkeys(("check_health", "remove_lora", "list_loras", "pin_lora", "adapter_id"), "vLLM's name"),
     "allow_vnni": "for tests and benchmarks",
     "read_rate": "for benchmarks",
     "dot_rate": "for benchmarks",
