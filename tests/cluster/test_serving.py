@@ -19,21 +19,24 @@ from typing import Any
 import grpc
 import pytest
 
-from pagedec import LLM, SamplingParams
-from pagedec.client import AsyncClient, Client
-from pagedec.errors import BranchClosed, InvalidArgument
+from pagedec import LLM, LoRARequest, SamplingParams
+from pagedec.client import AsyncClient, Client, ServedLora
+from pagedec.errors import BranchClosed, InvalidArgument, NotFound
 from pagedec.params import RequestOutputKind
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import generation_service_pb2_grpc, session_service_pb2_grpc
 from pagedec.v1 import session_service_pb2 as session_pb
 from tests.batch.tiny import make_tiny
+from tests.serve.adapter_cases import byte_lora
 from tests.serve.serving import details, greedy, prompt, reason
 from tests.support import wait_for
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 pytest.importorskip("starlette", reason="ray[serve] is not installed")
 
-ENGINE: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_blocks": 512, "max_model_len": 480}
+ENGINE: dict[str, Any] = {
+    "dtype": "float32", "load_format": "dummy", "num_blocks": 512, "max_model_len": 480, "enable_lora": True,
+}  # fmt: skip
 SERVICES = [
     f"pagedec.v1.{name}_service_pb2_grpc.add_{name.capitalize()}ServiceServicer_to_server"
     for name in ("generation", "session", "model")
@@ -45,7 +48,9 @@ LONG = SamplingParams(temperature=0.9, seed=11, max_tokens=160, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny(tmp_path_factory.mktemp("tiny")))
+    path = make_tiny(tmp_path_factory.mktemp("tiny"))
+    byte_lora(path / "tuned", 3)
+    return str(path)
 
 
 def start_app(tiny: str) -> int:
@@ -60,7 +65,8 @@ def start_app(tiny: str) -> int:
     serve.start(grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICES), http_options={"port": http})
     routing = {"chunk_bytes": 16, "chunk_ids": 16}
     arguments = {"model": tiny, "served_model_name": "tiny", "min_replicas": 2, "routing": routing}
-    serve.run(app({**ENGINE, **arguments}), name="pagedec", route_prefix="/")
+    loras = {"lora": [f"tuned={tiny}/tuned"]}
+    serve.run(app({**ENGINE, **arguments, **loras}), name="pagedec", route_prefix="/")
     return port
 
 
@@ -181,6 +187,25 @@ def test_tokens_are_those_of_an_engine(client: Client, llm: LLM) -> None:
         parts = list(client.stream(what, GREEDY.clone(output_kind=RequestOutputKind.DELTA)))
         assert [token for part in parts for token in part.outputs[0].token_ids] == outputs[0].token_ids
         assert len(parts) > 1
+
+
+def test_adapters_are_those_of_an_engine(client: Client, llm: LLM, tiny: str) -> None:
+    """At whichever replica; and a session stays where it is, and its adapter with it."""
+    prompts, own = ["hello there", "something else, and rather longer"], LoRARequest("tuned", 1, f"{tiny}/tuned")
+    assert [(model.name, model.parent) for model in client.models()] == [("tiny", ""), ("tuned", "tiny")]
+    loras, names = [own, None], [ServedLora("tuned"), None]
+    want = [llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=lora) for lora in loras]
+    for name, outputs in zip(names * 2, want * 2, strict=True):
+        told = client.generate(prompts, GREEDY, lora_request=name)
+        assert [one.outputs[0].token_ids for one in told] == [one.outputs[0].token_ids for one in outputs]
+        streamed = [list(client.stream(what, GREEDY, lora_request=name))[-1] for what in prompts]
+        assert [one.outputs[0].token_ids for one in streamed] == [one.outputs[0].token_ids for one in outputs]
+    with client.session(prompts[0], lora_request=ServedLora("tuned")) as story:
+        for count in (10, 14):
+            story.generate(GREEDY.clone(max_tokens=count))
+        assert story.token_ids[-24:] == want[0][0].outputs[0].token_ids
+    with pytest.raises(NotFound, match="^model .*nobody's.* does not exist; known are tiny, tuned$"):
+        client.generate(prompts[0], GREEDY, lora_request=ServedLora("nobody's"))
 
 
 def test_an_unmodified_triton_client(target: str, llm: LLM) -> None:

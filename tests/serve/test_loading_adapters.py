@@ -3,8 +3,11 @@ read."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,50 @@ def test_one_goes_while_its_requests_run(adapters: Serving, adapted: Adapted, ad
     ]
     with client_of(adapters) as client:
         assert [model.name for model in client.models()] == ["base", "a2", "a3", "a1"]
+
+
+def test_they_come_and_go_under_load(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
+    """One name, now of these weights and now of those: each answer is one's or the other's, or there is none."""
+    what, swaps = PROMPTS[1], 0
+    ones = [adapted.write(f"d{i}", 8, seed=20 + i) for i in range(2)]
+    with adapted.load() as llm:
+        told = llm.generate([what] * 2, GREEDY, use_tqdm=False, lora_request=ones)
+    wants = [output.outputs[0].token_ids for output in told]
+    stop = threading.Event()
+
+    def swap() -> int:
+        for count in itertools.count():
+            admin.LoadAdapter(ab.LoadAdapterRequest(name="hot", path=f"d{count % 2}"))
+            time.sleep(0.02)
+            admin.UnloadAdapter(ab.UnloadAdapterRequest(name="hot"))
+            if stop.is_set():
+                return count
+        raise AssertionError
+
+    def ask(number: int) -> int | None:
+        """Whose the answer is."""
+        if number % 5 == 0:  # somebody who leaves
+            call = adapters.generation.Generate.future(asked("hot", what, exact(4000)))
+            time.sleep(0.01)
+            call.cancel()
+        if number % 3 == 0:
+            base = adapters.generation.Generate(asked("", what)).answers[0].token_ids
+            assert list(base) == adapted.want(None, what)
+        try:
+            return wants.index(list(adapters.generation.Generate(asked("hot", what)).answers[0].token_ids))
+        except grpc.RpcError as error:
+            assert reason(error) == "MODEL_NOT_FOUND"
+            return None
+
+    with ThreadPoolExecutor(9) as pool:
+        swapping = pool.submit(swap)
+        found = list(pool.map(ask, range(80)))
+        stop.set()
+        swaps = swapping.result(60)
+    assert swaps > 3 and {0, 1} <= set(found)
+    assert adapters.server.gateway.models.names == ["base", "a1", "a2", "a3"]
+    adapters.whole()
+    assert adapters.llm.loop.call(lambda engine: len(engine.adapters.files)).result(30) == 3
 
 
 def test_what_waits_for_a_seat_goes_on(serve: Serve, adapted: Adapted) -> None:

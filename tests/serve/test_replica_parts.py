@@ -178,6 +178,7 @@ def test_prompts_have_keys_of_their_client() -> None:
     assert len(keys) == 1 and asked(text("a common thing")).keys == keys
     for other in (
         asked(text("a common prefix", cache_salt="x")),
+        asked(text("a common prefix", model="an adapter")),
         asked(text("a common prefix"), authorization="Bearer"),
     ):
         assert other.keys and not set(other.keys) & set(keys)
