@@ -60,6 +60,14 @@ class AdapterRegistry:
             self.files = {**self.files, added.number: added.file}
             return added
 
+    def confirm(self, name: str, path: str) -> None:
+        """Read an adapter once more. Raises InvalidArgument where the files are not what they were when it was added,
+        or others, and as `add`."""
+        known = self._named.get(name)
+        if known is not None and self._read is not None and self._read(path) != known.file.digest:
+            limit = f"must have what {known.file.path} had when {name} was read from there; remove it first"
+            raise InvalidArgument("lora_path", path, limit)
+
     def get(self, name: str) -> NamedAdapter:
         """The one of this name. Raises NotFound."""
         known = self._named.get(name)

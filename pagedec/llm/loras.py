@@ -73,7 +73,7 @@ class Loras:
             return 0
         if isinstance(request, HeldLora):
             return request.number
-        path = os.path.abspath(os.path.expanduser(request.lora_path))
+        path = _absolute(request.lora_path)
         known = self._found(request)
         if known is not None and known.path == path:
             return known.added.number
@@ -87,7 +87,10 @@ class Loras:
             return added.number
 
     def load(self, name: str, path: str) -> LoRARequest:
-        """Add an adapter under the lowest number that is free; one that is there already stays. Raises as `add`."""
+        """Add an adapter under the lowest number that is free; one that is there already stays, if its files are what
+        they were. Raises as `add`."""
+        if name in self._known:
+            self._registry.confirm(name, _absolute(path))
         while True:
             known = self._known.get(name)
             ids = self.ids
@@ -145,3 +148,7 @@ class Loras:
         files = self._registry.files
         kept = {own: one for own, one in self._requests.items() if own in files}
         self._requests = {number: request} | kept
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from pagedec.errors import InvalidArgument, ModelFileError, NotFound, Shown
 from pagedec.llm.async_llm import AsyncLLM
@@ -70,15 +70,21 @@ def served_models(llm: AsyncLLM, config: ServerConfig) -> ServedModels:
     return ServedModels(config.served_model_name or llm.config.model.model, llm.loras)
 
 
-def read_loras(given: Sequence[str]) -> Mapping[str, str]:
-    """Paths of adapters by their names, from texts NAME=PATH. Raises `InvalidArgument`."""
-    found: dict[str, str] = {}
-    for text in given:
-        name, _, path = text.partition("=")
-        if not name or not path or name in found:
+def check_loras(config: ServerConfig) -> None:
+    """Raise `InvalidArgument` for what can be seen to be wrong before there is a model."""
+    names = set()
+    for text in config.lora:
+        name, path = _parts(text)
+        if not name or not path or name in names:
             raise InvalidArgument("lora", text, f"must be NAME=PATH, each name once, the path that of {FILES}")
-        found[name] = path
-    return found
+        names.add(name)
+    if config.lora_dir is not None and not os.path.isdir(os.path.expanduser(config.lora_dir)):
+        raise InvalidArgument("lora_dir", config.lora_dir, "must be a folder that is there")
+
+
+def _parts(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    return name, path
 
 
 def load_loras(llm: AsyncLLM, config: ServerConfig) -> None:
@@ -86,9 +92,8 @@ def load_loras(llm: AsyncLLM, config: ServerConfig) -> None:
     text of the option it is."""
     models = served_models(llm, config)
     for text in config.lora:
-        [(name, path)] = read_loras([text]).items()
         try:
-            models.load(name, path)
+            models.load(*_parts(text))
         except ModelFileError as error:
             raise ModelFileError(error.path, str(error), "lora", text) from error
         except InvalidArgument as error:

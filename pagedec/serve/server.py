@@ -30,7 +30,7 @@ from pagedec.serve.metrics import Metrics
 from pagedec.serve.model_service import ModelService
 from pagedec.serve.open_inference_service import OpenInferenceService
 from pagedec.serve.own_decoders import load_decoders
-from pagedec.serve.served_models import load_loras, read_loras
+from pagedec.serve.served_models import check_loras, load_loras
 from pagedec.serve.server_config import LOOPBACK, ServerConfig
 from pagedec.serve.session_service import SessionService
 from pagedec.serve.tracing import Tracer, tracer
@@ -84,7 +84,7 @@ class Server:
         """`tag`: what the names of its sessions begin with, for those who look for this server among several. Raises
         `InvalidArgument`, and for a trie `ModelFileError`, for files that are not as they should be."""
         load_decoders(config.decoder)
-        read_loras(config.lora)
+        check_loras(config)
         self.config, self._load = config, load
         self._keys = None if config.api_keys is None else Keys(config.api_keys)
         self._credentials = ports.credentials(config)

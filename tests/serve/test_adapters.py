@@ -305,14 +305,17 @@ def test_chats_texts_and_beams_through_one(texts: tuple[Serving, LLM, LoRAReques
     """In sessions, too; and texts are spelled when it is gone."""
     serving, llm, lora = texts
     hi, params = [{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    own, far = {"lora_request": lora}, {"lora_request": ServedLora("tuned")}
+    own: dict[str, Any] = {"lora_request": lora}
     beams = BeamSearchParams(beam_width=2, max_tokens=5)
     with client_of(serving, model="tuned") as client:
-        assert client.chat(hi, params)[0].outputs[0].text == llm.chat(hi, params, **own)[0].outputs[0].text  # type: ignore
-        near, remote = llm.beam_search(["Hi"], beams, **own)[0], client.beam_search(["Hi"], beams)[0]  # type: ignore
+        assert client.chat(hi, params)[0].outputs[0].text == llm.chat(hi, params, **own)[0].outputs[0].text
+        near, remote = llm.beam_search(["Hi"], beams, **own)[0], client.beam_search(["Hi"], beams)[0]
         assert [beam.text for beam in remote.sequences] == [beam.text for beam in near.sequences]
         assert client.tokenize("Hi") == llm.get_tokenizer().encode("Hi")
-        with llm.session(messages=hi, **own) as mine, client.session(messages=hi, **far) as theirs:  # type: ignore
+        with (
+            llm.session(messages=hi, **own) as mine,
+            client.session(messages=hi, lora_request=ServedLora("tuned")) as theirs,
+        ):
             for _ in range(2):
                 assert theirs.generate(params).outputs[0].text == mine.generate(params).outputs[0].text
                 mine.append({"role": "user", "content": "And?"}), theirs.append({"role": "user", "content": "And?"})

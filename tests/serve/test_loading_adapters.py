@@ -166,6 +166,28 @@ def test_what_an_administrator_may_not_load(adapters: Serving, adapted: Adapted,
     assert adapters.server.gateway.models.names == ["base", "a1", "a2", "a3"]
 
 
+def test_files_that_have_changed_are_another_adapter(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
+    """Of the same name and path: it must be unloaded first, and what runs keeps what it had."""
+    adapted.write("e1", 8, seed=31)
+    request = ab.LoadAdapterRequest(name="e1", path="e1")
+    admin.LoadAdapter(request)
+    running = adapters.generation.GenerateStream(
+        pb.GenerateStreamRequest(prompt=prompt(PROMPTS[0]), parameters=exact(40), model="e1")
+    )
+    messages = [next(running)]
+    one = adapted.write("e1", 8, seed=32)
+    error = refused(lambda: admin.LoadAdapter(request))
+    assert details(error)["BadRequest"].field_violations[0].field == "path"
+    assert (error.details() or "").endswith("had when e1 was read from there; remove it first")
+    admin.UnloadAdapter(ab.UnloadAdapterRequest(name="e1"))
+    admin.LoadAdapter(request)
+    with adapted.load() as llm:
+        [want] = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False, lora_request=one)
+    told = adapters.generation.Generate(asked("e1", PROMPTS[0]))
+    assert list(told.answers[0].token_ids) == want.outputs[0].token_ids
+    assert len(streamed([*messages, *running])[0][1]) == 40
+
+
 def test_who_may_load_them(serve: Serve, adapted: Adapted, tmp_path: Path) -> None:
     """Who may do what else AdminService does; and nobody where no folder was said."""
     keys = tmp_path / "keys.toml"
@@ -228,6 +250,8 @@ def test_a_broken_one_keeps_a_server_from_starting(
 
     with pytest.raises(kind, match=problem):
         server_loop.run(start())
+    with pytest.raises(InvalidArgument, match=r"^lora_dir is '.*/none': must be a folder that is there$"):
+        Server(ServerConfig(port=0, admin_port=0, lora_dir=f"{tmp_path}/none"), load)
     assert all(llm.loop.closed for llm in made)
 
 
