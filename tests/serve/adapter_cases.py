@@ -28,7 +28,7 @@ MIXED = list(itertools.product(range(len(NAMES)), range(len(PROMPTS))))
 """Every adapter, and none, with every prompt."""
 
 
-def given(adapted: Adapted) -> tuple[str, ...]:
+def lora_flags(adapted: Adapted) -> tuple[str, ...]:
     """What --lora says."""
     return tuple(f"{lora.lora_name}={lora.lora_path}" for lora in adapted.loras)
 

@@ -15,7 +15,7 @@ from pagedec import LLM, AsyncLLM
 from tests.engine.conftest import EOS
 from tests.engine.lora_models import Adapted
 from tests.models.checkpoints import make_checkpoint, variant
-from tests.serve.adapter_cases import LORA, Admin, given
+from tests.serve.adapter_cases import LORA, Admin, lora_flags
 from tests.serve.serving import Loop, Serving
 
 assert EOS == 2
@@ -131,7 +131,7 @@ def adapters(serve: Callable[..., Serving], adapted: Adapted) -> Serving:
     """Three of them, with places for two; an administrator may load more."""
     engine = {**LORA, "num_blocks": 1024, "max_model_len": 16384}
     options = {"admin_port": 0, "lora_dir": str(adapted.folder), "served_model_name": "base"}
-    return serve(engine=engine, lora=given(adapted), **options)
+    return serve(engine=engine, lora=lora_flags(adapted), **options)
 
 
 @pytest.fixture

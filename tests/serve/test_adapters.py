@@ -31,7 +31,7 @@ from tests.serve.adapter_cases import (
     Admin,
     asked,
     byte_lora,
-    given,
+    lora_flags,
     refused,
     served,
     without_loras,
@@ -223,7 +223,7 @@ def test_traces_and_metrics_say_which(serve: Serve, adapted: Adapted) -> None:
     """Of adapters that there are, and of none else."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace.export", reason="opentelemetry-sdk is not installed")
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    serving = serve(engine=LORA, lora=given(adapted), served_model_name="base", metrics_port=0)
+    serving = serve(engine=LORA, lora=lora_flags(adapted), served_model_name="base", metrics_port=0)
     spans = memory.InMemorySpanExporter()
     tracer = Tracer(sdk.SimpleSpanProcessor(spans))
     tracer.model = "base"

@@ -28,7 +28,7 @@ from tests.serve.adapter_cases import (
     Admin,
     asked,
     exact,
-    given,
+    lora_flags,
     refused,
 )
 from tests.serve.serving import Loop, Serving, client_of, details, prompt, reason, streamed
@@ -123,7 +123,7 @@ def test_they_come_and_go_under_load(adapters: Serving, adapted: Adapted, admin:
 def test_what_waits_for_a_seat_goes_on(serve: Serve, adapted: Adapted) -> None:
     """The items of a stream that are not let in yet, when what they have named is unloaded."""
     engine = {**LORA, "num_blocks": 1024, "max_model_len": 4096}
-    serving = serve(engine=engine, lora=given(adapted), lora_dir=str(adapted.folder), admin_port=0, max_requests=1)
+    serving = serve(engine=engine, lora=lora_flags(adapted), lora_dir=str(adapted.folder), admin_port=0, max_requests=1)
     long = serving.generation.GenerateStream(
         pb.GenerateStreamRequest(prompt=prompt(PROMPTS[0]), parameters=exact(4000))
     )
@@ -258,7 +258,7 @@ def test_a_broken_one_keeps_a_server_from_starting(
 def test_one_whose_files_are_gone_fails_its_own_requests(serve: Serve, adapted: Adapted, tmp_path: Path) -> None:
     """They are read when the device needs them."""
     lora = Adapted(adapted.path, tmp_path).write("gone", 8, seed=14)
-    serving = serve(engine=LORA, lora=(*given(adapted)[:1], f"gone={lora.lora_path}"))
+    serving = serve(engine=LORA, lora=(*lora_flags(adapted)[:1], f"gone={lora.lora_path}"))
     (tmp_path / "gone" / "adapter_model.safetensors").unlink()
     error = refused(lambda: serving.generation.Generate(asked("gone", PROMPTS[0])))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION and reason(error) == "MODEL_FILE"

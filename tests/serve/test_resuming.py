@@ -22,7 +22,9 @@ from pagedec.serve.lifecycle import DRAINING
 from pagedec.serve.statuses import Refusal
 from pagedec.structured import StructuredOutputsParams
 from pagedec.v1 import generation_service_pb2 as pb
+from tests.engine.lora_models import Adapted
 from tests.in_step import step_when_read
+from tests.serve.adapter_cases import LORA, lora_flags
 from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, streamed
 from tests.serve.test_serve_command import Process
 
@@ -159,6 +161,24 @@ def text_server_breaking(server_loop: Any, breaking: Breaking) -> Iterator[Servi
     yield serving
     serving.whole()
     serving.close()
+
+
+def test_an_adapter_goes_on(serve: Serve, breaking: Breaking, adapted: Adapted) -> None:
+    """As the request's model; not where it was unloaded meanwhile."""
+    serving, params = serve(engine=LORA, lora=lora_flags(adapted)), CASES["greedy"]
+    with client_of(serving, model="a1") as client:
+        want = told(client, PROMPT, params)
+        assert want.outputs[0].token_ids == adapted.want(adapted.loras[0], PROMPT, 20)
+        for breaking.after in (1, 5):
+            breaking.asked.clear()
+            assert plain(told(client, PROMPT, params)) == plain(want)
+            assert len(breaking.asked) > 2 and {asked.model for asked in breaking.asked} == {"a1"}
+        outputs = client.stream(PROMPT, params)
+        next(outputs)
+        serving.server.gateway.models.unload("a1")
+        with pytest.raises(ServerError, match="could not go on: model 'a1' does not exist; .*, a2, a3$") as caught:
+            list(outputs)
+        assert caught.value.output is not None and len(caught.value.output.outputs[0].token_ids) == 5
 
 
 def test_a_seed_that_the_server_has_drawn(serve: Serve, breaking: Breaking) -> None:
