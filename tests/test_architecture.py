@@ -66,7 +66,6 @@ HOMONYMS = {
     "batch": "a package, and the command line's file for it",
     "serve": "a package, and the command line's file for it",
     "adapters": "which there are, a model's places for them, and their way there, a package's each",
-    "loras": "what a command line says of adapters, and those that a model's requests may name",
     "lora": "what people say of adapters, their files, and their kernels, a package's each",
     "request": "one that runs, and vLLM's module of one that names an adapter",
     "Client": "who uses a server: as the server knows him in one, and what he asks with in the other",
