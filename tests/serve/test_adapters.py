@@ -38,6 +38,7 @@ from tests.serve.adapter_cases import (
 )
 from tests.serve.serving import Loop, Serving, client_of, details, parameters, plain, prompt, reason, streamed
 from tests.serve.test_metrics import scraped
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 DRAWN = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, logprobs=2, ignore_eos=True)
@@ -162,6 +163,7 @@ def test_neighbours_who_leave_change_nothing(adapters: Serving, adapted: Adapted
     assert told == [adapted.want(adapted.choices[i], PROMPTS[j]) for i, j in MIXED]
     for call in late:
         assert refused(lambda call=call: list(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[misc]
+    wait_for(lambda: len(adapters.server.gateway.running) == 1)  # clients know of their deadlines before the server
     assert admin.Abort(ab.AbortRequest(all=True)).num_aborted == 1
     assert [answer.finish.reason for answer in list(calls[3])[-1].finished] == [3]
 
