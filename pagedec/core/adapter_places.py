@@ -24,8 +24,8 @@ AdapterFiles: TypeAlias = Mapping[int, AdapterFile]
 class AdapterPlaces:
     """Hands `num_places` places to adapters, which are known by numbers above 0.
 
-    One that is asked for takes a free place, or that of the adapter which was used longest ago; but none that the same
-    step has rows of gives way. So requests of more adapters than there are places take turns in their own order.
+    One that a step has rows of takes a free place, or that of the adapter which was used longest ago; but none that the
+    same step has rows of gives way. So requests of more adapters than there are places take turns in their own order.
     """
 
     __slots__ = ("_loads", "_needed", "_num_places", "_places")
@@ -44,17 +44,22 @@ class AdapterPlaces:
         """Whether an adapter has a place in the step that is planned, or would find one."""
         return adapter in self._places or not self._is_full or self._oldest() > 0
 
-    def take(self, adapter: int) -> int:
-        """The place of an adapter, for which there is room; others may take it in the same step until it is needed."""
-        place = self._places.pop(adapter, None)
-        if place is None:
-            place = self._places.pop(self._oldest()) if self._is_full else len(self._places)
-            self._loads.append((place, adapter))
-        self._places[adapter] = place
-        return place
+    def place_for(self, adapter: int) -> int:
+        """The place that an adapter, for which there is room, has or would take. Changes nothing."""
+        place = self._places.get(adapter)
+        if place is not None:
+            return place
+        return self._places[self._oldest()] if self._is_full else len(self._places)
 
-    def need(self, adapter: int) -> None:
-        """The step that is planned has rows of it."""
+    def take(self, adapter: int) -> None:
+        """The step that is planned has rows of an adapter, for which there was room: it has that place."""
+        place = self.place_for(adapter)
+        if adapter not in self._places:
+            if self._is_full:
+                del self._places[self._oldest()]
+            self._loads.append((place, adapter))
+        self._places.pop(adapter, None)
+        self._places[adapter] = place  # the last one used
         self._needed.add(adapter)
 
     @property

@@ -78,16 +78,7 @@ class Planner:
         for request in self._turns():
             if self._rows.is_full:
                 break
-            sampler = request.plain
-            if sampler is None and self._rests(request):
-                sampler = request.decoder.resting_sampler
-            if sampler is not None:
-                has_room = self._plan_plain(request, sampler)
-            elif request.decoder.gang:
-                has_room = self._plan_gang(request, self._queries(request))
-            else:
-                has_room = self._plan_queries(request, self._queries(request))
-            if not has_room:
+            if not self._plan_request(request):
                 self._plan.is_short = True
                 break
         self._drafting.grant()
@@ -108,6 +99,25 @@ class Planner:
             plan.num_wished, plan.num_granted = weighing.num_wished, weighing.num_granted
         return plan
 
+    def _plan_request(self, request: Request) -> bool:
+        """One request's turn, in which its adapter has a place; it takes that if it has rows then. False: out of
+        blocks."""
+        num_taken = self._rows.num_taken
+        if request.adapter:
+            request.place = self._adapters.place_for(request.adapter)
+        sampler = request.plain
+        if sampler is None and self._rests(request):
+            sampler = request.decoder.resting_sampler
+        if sampler is not None:
+            has_room = self._plan_plain(request, sampler)
+        elif request.decoder.gang:
+            has_room = self._plan_gang(request, self._queries(request))
+        else:
+            has_room = self._plan_queries(request, self._queries(request))
+        if request.adapter and self._rows.num_taken > num_taken:
+            self._adapters.take(request.adapter)
+        return has_room
+
     # ---- whose turn it is
     def _turns(self) -> Iterator[Request]:
         """Those that may run, in order. Behind the first that has to wait outside, only those that are inside
@@ -117,27 +127,15 @@ class Planner:
                 continue
             if not request.started and not self._lets_in(request):
                 inside = self._started[bisect_right(self._started, request.order, key=order_of) :]
-                for other in inside:
-                    if other.started and self._may_run(other):
-                        yield from self._placed(other)
+                yield from (other for other in inside if other.started and self._may_run(other))
                 return
-            yield from self._placed(request)
+            yield request
 
     def _may_run(self, request: Request) -> bool:
         """One whose adapter finds no place in this step waits for another, and holds nobody up."""
         if request.idle or (self._only is not None and request not in self._only):
             return False
         return not request.adapter or self._adapters.has_room(request.adapter)
-
-    def _placed(self, request: Request) -> Iterator[Request]:
-        """Its turn, in which its adapter has a place; it keeps that from others if it has rows then."""
-        if not request.adapter:
-            yield request
-            return
-        request.place, num_taken = self._adapters.take(request.adapter), self._rows.num_taken
-        yield request
-        if self._rows.num_taken > num_taken:
-            self._adapters.need(request.adapter)
 
     def _lets_in(self, request: Request) -> bool:
         """Where nobody has a row yet, whoever is first comes in: something always advances."""

@@ -22,9 +22,9 @@ def needed(places: AdapterPlaces, *adapters: int) -> list[int]:
     places.begin()
     found = []
     for adapter in adapters:
-        found.append(places.take(adapter) if places.has_room(adapter) else -1)
+        found.append(places.place_for(adapter) if places.has_room(adapter) else -1)
         if found[-1] >= 0:
-            places.need(adapter)
+            places.take(adapter)
     return found
 
 
@@ -51,9 +51,9 @@ def test_none_that_the_step_needs_gives_way() -> None:
 def test_who_has_no_rows_keeps_no_place() -> None:
     places = AdapterPlaces(1)
     places.begin()
-    assert places.take(1) == 0 and places.has_room(2) and places.take(2) == 0
-    places.need(2)
-    assert not places.has_room(1)
+    assert places.place_for(1) == 0 and places.has_room(2) and places.place_for(2) == 0
+    places.take(2)
+    assert not places.has_room(1) and loads(places) == [(0, 2)]
 
 
 def test_without_places_nobody_has_room() -> None:
@@ -154,3 +154,17 @@ def test_what_was_lost_is_loaded_again() -> None:
     engine._published = {}
     engine.run()
     assert engine.runner.num_loads == 2
+
+
+def test_who_finds_no_rows_has_nothing_loaded() -> None:
+    """One who waits for a branch of a step evicts nobody, step after step."""
+    world = Worlds(0)
+    engine = FakeEngine(world.models, limits(60, num_adapter_places=1, max_num_seqs=1), adapted=world.adapted)
+    plain(1, "runs").add(engine.scheduler)
+    rows_of(engine)
+    plain(2, "waits").add(engine.scheduler)
+    while "waits" not in rows_of(engine):
+        assert engine.runner.num_loads == 1
+    engine.run()
+    assert engine.runner.num_loads == 2
+    engine.check_whole()
