@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -39,6 +39,11 @@ class AdapterPlaces:
     def begin(self) -> None:
         """A step is planned, which has no rows yet."""
         self._needed = set()
+
+    @property
+    def placed(self) -> Set[int]:
+        """The adapters that have places."""
+        return self._places.keys()
 
     def has_room(self, adapter: int) -> bool:
         """Whether an adapter has a place in the step that is planned, or would find one."""

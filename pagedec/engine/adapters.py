@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagedec.core.adapter_places import AdapterFile, AdapterFiles
-from pagedec.errors import InvalidArgument, NotFound
+from pagedec.errors import InvalidArgument, ModelFileError, NotFound, PagedecError, in_one_line
 
 ReadAdapter = Callable[[str], str]
 """Checks that an adapter at a path fits the model; its digest. Raises `PagedecError`."""
+Stamps = tuple[tuple[str, int, int, int], ...]
+"""Names of files, with what tells whether they are still the same: inode, bytes, nanoseconds."""
+ADAPTER = "lora_request"
+"""What a `ModelFileError` about an adapter says that it is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class AdapterRegistry:
         self._named: dict[str, NamedAdapter] = {}
         self._num_holders: dict[int, int] = {}  # of requests
         self._last = 0
+        self._seen: dict[int, tuple[str, Stamps]] = {}  # names, and the files as they were read
         self.files: AdapterFiles = {}
         """Of all that requests may name or still name, in a mapping that nobody changes."""
 
@@ -46,6 +52,7 @@ class AdapterRegistry:
             return known
         if self._read is None:
             raise InvalidArgument("lora_request", name, "must be None: the model was loaded without enable_lora")
+        stamps = _stamps(path)
         digest = self._read(path)
         with self._lock:
             known = self._named.get(name)
@@ -57,6 +64,7 @@ class AdapterRegistry:
             self._last += 1
             added = NamedAdapter(name, self._last, AdapterFile(path, digest))
             self._named[name] = added
+            self._seen[added.number] = name, stamps
             self.files = {**self.files, added.number: added.file}
             return added
 
@@ -67,6 +75,21 @@ class AdapterRegistry:
         if known is not None and self._read is not None and self._read(path) != known.file.digest:
             limit = f"must have what {known.file.path} had when {name} was read from there; remove it first"
             raise InvalidArgument("lora_path", path, limit)
+
+    def problem(self, number: int) -> ModelFileError | None:
+        """What keeps an adapter from being loaded now, as far as its files tell; None: nothing. Files that look as they
+        did are not read."""
+        file, (name, before) = self.files[number], self._seen[number]
+        now, told = _stamps(file.path), "it is not what it was when it was added"
+        if now == before or self._read is None:
+            return None
+        try:
+            if self._read(file.path) == file.digest:
+                self._seen[number] = name, now
+                return None
+        except PagedecError as error:
+            told = in_one_line(error)
+        return ModelFileError(file.path, f"{told}; remove the adapter and add it again", ADAPTER, name)
 
     def get(self, name: str) -> NamedAdapter:
         """The one of this name. Raises NotFound."""
@@ -103,6 +126,7 @@ class AdapterRegistry:
         with self._lock:
             if number not in self.files:
                 self.files = {**self.files, number: file}
+                self._seen[number] = "", ()  # looked at anew
             self._num_holders[number] = self._num_holders.get(number, 0) + 1
 
     def release(self, number: int) -> None:
@@ -127,3 +151,16 @@ class AdapterRegistry:
         """Where nobody can name it any more."""
         if number not in self._num_holders and all(known.number != number for known in self._named.values()):
             self.files = {own: file for own, file in self.files.items() if own != number}
+            del self._seen[number]
+
+
+def _stamps(path: str) -> Stamps:
+    """Of a file, or of those in a directory that are an adapter's as PEFT calls them."""
+    try:
+        names = [path]
+        if os.path.isdir(path):
+            names = sorted(os.path.join(path, name) for name in os.listdir(path) if name.startswith("adapter_"))
+        found = [(name, os.stat(name)) for name in names]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)

@@ -4,6 +4,7 @@ planned and given to it meanwhile."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,10 @@ from pagedec.engine.adapters import AdapterRegistry
 from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, DeviceLost, RequestError, WorkersGone, told
+from pagedec.errors import DeviceError, DeviceLost, PagedecError, RequestError, WorkersGone, in_one_line, told
 from pagedec.executor.base import Executor, Pending
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -122,6 +125,7 @@ class Steps:
 
     def _step(self, now: float) -> tuple[list[Event], float]:
         try:
+            self._fail_without_files()
             if not self._out:
                 plan = self._scheduler.plan(self._recovery.only, self._costs, self._step_time)
                 began, now = now, self.clock()
@@ -134,6 +138,21 @@ class Steps:
         except Exception as error:  # our own mistake, and nobody knows yet by whom
             return self._failed(error, list(self._recovery.only or self._running()))
         return self._finish(now)
+
+    def _fail_without_files(self) -> None:
+        """Requests whose adapter would have to be loaded from files that are gone, or others now: nothing of them is
+        begun, so nobody loses KV by it."""
+        if not self._adapters.files:
+            return
+        asked = {request.adapter for request in self._scheduler.requests}
+        for number in asked - self._scheduler.adapters.placed - {0}:
+            if (problem := self._adapters.problem(number)) is None:
+                continue
+            _log.warning("%s", problem)
+            for request in [own for own in self._scheduler.requests if own.adapter == number]:
+                failure = RequestError(request.id, f"its adapter cannot be loaded: {problem}")
+                failure.__cause__ = problem
+                self._scheduler.fail(request, failure)
 
     def _plan_ahead(self, began: float) -> float:
         """Plan the step behind the one that is out, where that can be. It is begun at once where only the step behind
@@ -252,8 +271,9 @@ class Steps:
         if not isinstance(error, WorkersGone):
             hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
         kind = RequestError if hopeless is not None else DeviceError
+        said = in_one_line(error) if isinstance(error, PagedecError) else told(error)
         for request in running if hopeless is None else hopeless:
-            problem = kind(request.id, f"cannot be evaluated: {told(error)}")
+            problem = kind(request.id, f"cannot be evaluated: {said}")
             problem.__cause__ = error
             self._scheduler.fail(request, problem)
         return self._scheduler.take_events(), self.clock()

@@ -9,6 +9,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from pagedec.engine.adapters import ADAPTER
 from pagedec.errors import (
     BranchBusy,
     BranchClosed,
@@ -123,6 +124,9 @@ def _read(error: BaseException) -> _Status:
     if isinstance(error, RequestError) and error.__cause__ is None:
         request = {"request_id": error.request_id, "problem": error.problem[:MAX_MESSAGE]}
         return _Status("FAILED_PRECONDITION", "REQUEST_FAILED", str(error), told=request)
+    if isinstance(error, ModelFileError) and error.field == ADAPTER:
+        message = "the files of the request's adapter are gone or have changed: it must be unloaded and loaded again"
+        return _Status("FAILED_PRECONDITION", "MODEL_FILE", message)
     if isinstance(error, ModelFileError):
         return _Status("FAILED_PRECONDITION", "MODEL_FILE", "the model's files are not what they should be")
     return _Status("INTERNAL", "INTERNAL", "an error of the server, which its log tells of")

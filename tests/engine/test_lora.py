@@ -188,19 +188,50 @@ def test_weights_that_are_no_numbers_are_their_own_requests_fault(
     assert got[0] == llama.want[1][1] and got[-1] == llama.want[2][1] and got[-2] == llama.want[0][1]
 
 
-def test_a_file_that_has_changed_fails_who_needs_it(llama: Model, engines: Callable[..., LLM], tmp_path: Path) -> None:
-    llm = engines()
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_file_that_has_changed_fails_who_needs_it(
+    llama: Model,
+    engines: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: bool,
+    is_seen: bool,
+) -> None:
+    """Before anything of it is begun; or where it changes behind that look, as a device that fails."""
+    llm, given = engines(max_loras=1), prompts()[1]
     place, _ = adapter(tmp_path, arch_of(llm), 9)
     changing = llm.engine.adapters.add("changing", place).number
     _, first, *_ = llama.numbers(llm)
-    (Path(place) / "adapter_model.safetensors").unlink()
-    given = prompts()[1]
-    events = ask(llm.engine, [(changing, given, PLAIN), (first, given, PLAIN)])
-    assert isinstance(events[0], RequestError) and "adapter_model.safetensors" in str(events[0])
+    weights = Path(place) / "adapter_model.safetensors"
+    weights.unlink()
+    if changes:
+        other = adapter(tmp_path / "other", arch_of(llm), 10, modules=["q_proj"])[0]
+        weights.write_bytes((Path(other) / "adapter_model.safetensors").read_bytes())
+        (Path(place) / "adapter_config.json").write_bytes((Path(other) / "adapter_config.json").read_bytes())
+    if not is_seen:
+        monkeypatch.setattr(llm.engine.adapters, "problem", lambda number: None)
+    asked = [(changing, given, PLAIN), (first, given, PLAIN), (changing, given, PLAIN), (0, given, PLAIN)]
+    events = ask(llm.engine, asked)
+    problem = "it was when it was added" if changes else "has no adapter_model.safetensors"
+    for failed in (events[0], events[2]):
+        assert isinstance(failed, RequestError) and isinstance(failed.__cause__, ModelFileError)
+        assert problem in str(failed) and (not is_seen or "remove the adapter and add it again" in str(failed))
     assert list(events[1].answers[0].token_ids) == llama.want[1][1]
-    adapter(tmp_path, arch_of(llm), 10)
+    assert list(events[3].answers[0].token_ids) == llama.want[0][1]
+    assert (llm.engine.stats.num_failed_steps == 0) is is_seen
     [event] = ask(llm.engine, [(first, given, PLAIN)])
     assert list(event.answers[0].token_ids) == llama.want[1][1]
+
+
+def test_files_that_only_look_changed_are_read_again(llama: Model, engines: Callable[..., LLM], tmp_path: Path) -> None:
+    llm, given = engines(max_loras=1), prompts()[0]
+    place, pairs = adapter(tmp_path, arch_of(llm), 9)
+    number = llm.engine.adapters.add("touched", place).number
+    want = tokens_of(merged(llama.path, pairs), [given])
+    for name in os.listdir(place):
+        os.utime(Path(place) / name, ns=(1, 1))
+    assert answered(llm.engine, [(number, given, PLAIN)]) == want and llm.engine.stats.num_failed_steps == 0
 
 
 def test_what_is_removed_goes_on_where_it_runs(llama: Model, engines: Callable[..., LLM]) -> None:

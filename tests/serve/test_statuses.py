@@ -286,6 +286,7 @@ def _calls_on_sessions_say_so(serving: Serving, session_id: str, need_none: Coll
         (DeviceError("x", "is gone"), "UNAVAILABLE", "DEVICE_FAILED"),
         (RequestError("x", "cannot go on"), "FAILED_PRECONDITION", "REQUEST_FAILED"),
         (ModelFileError("/srv/secret/config.json", "is broken"), "FAILED_PRECONDITION", "MODEL_FILE"),
+        (ModelFileError("/srv/secret/a", "is gone", "lora_request", "a"), "FAILED_PRECONDITION", "MODEL_FILE"),
         (Refusal("UNAVAILABLE", "DRAINING", "no more", 2.0), "UNAVAILABLE", "DRAINING"),
         (ZeroDivisionError(SECRET), "INTERNAL", "INTERNAL"),
     ],
