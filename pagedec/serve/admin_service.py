@@ -90,9 +90,9 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         """Lets requests name an adapter."""
         gateway = self._gateway
         gateway.require_engine()
-        path = path_below(gateway.config.lora_dir, request.path)
+        folder, models = gateway.config.lora_dir, gateway.models
         try:
-            await asyncio.to_thread(gateway.models.load, request.name, path)
+            await asyncio.to_thread(lambda: models.load(request.name, path_below(folder, request.path)))
         except ModelFileError as error:  # who may name files is told what is wrong with them
             raise Refusal("FAILED_PRECONDITION", "MODEL_FILE", str(error)) from error
         LOG.info("adapter %s is loaded", request.name)

@@ -15,6 +15,8 @@ from pagedec.serve.statuses import Refusal
 
 MOST_NAME = 200
 """Characters of an adapter's name: logs, metrics and traces have it."""
+MOST_PATH = 4096
+"""Bytes of an adapter's path: as many as a system takes."""
 FILES = "a directory that PEFT has written, or a .gguf file"
 
 
@@ -101,10 +103,12 @@ def load_loras(llm: AsyncLLM, config: ServerConfig) -> None:
 
 
 def path_below(folder: str | None, path: str) -> str:
-    """A path that somebody names who may load what is below a folder. Raises `Refusal` where there is no such folder,
-    and `InvalidArgument`."""
+    """A path that somebody names who may load what is below a folder. Asks the file system for each part. Raises
+    `Refusal` where there is no such folder, and `InvalidArgument`."""
     if folder is None:
         raise Refusal("FAILED_PRECONDITION", "NO_LORA_DIR", "the server was started without lora_dir")
+    if (size := len(path.encode())) > MOST_PATH:
+        raise InvalidArgument("path", Shown(f"of {size} bytes"), f"must be of at most {MOST_PATH} bytes")
     if not path or "\0" in path:
         raise InvalidArgument("path", path, f"must be the path of {FILES}")
     root = os.path.realpath(os.path.expanduser(folder))

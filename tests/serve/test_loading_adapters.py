@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -164,6 +165,39 @@ def test_what_an_administrator_may_not_load(adapters: Serving, adapted: Adapted,
     assert error.code() is grpc.StatusCode.NOT_FOUND and reason(error) == "ADAPTER_NOT_FOUND"
     assert reason(refused(lambda: admin.UnloadAdapter(ab.UnloadAdapterRequest(name="base")))) == "ADAPTER_NOT_FOUND"
     assert adapters.server.gateway.models.names == ["base", "a1", "a2", "a3"]
+
+
+@pytest.mark.parametrize(
+    ("path", "size"), [("a/" * 2048 + "b", 4097), ("\u00e4/" * 1366, 4098), ("a/" * 300_000, 600_000)]
+)
+def test_a_path_that_is_too_long(adapters: Serving, admin: Admin, path: str, size: int) -> None:
+    error = refused(lambda: admin.LoadAdapter(ab.LoadAdapterRequest(name="c1", path=path)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == f"path is of {size} bytes: must be of at most 4096 bytes"
+
+
+def test_a_path_of_the_most_bytes_is_looked_for(adapters: Serving, admin: Admin) -> None:
+    for path in ("a/" * 2048, "\u00e4/" * 1365 + "b"):
+        error = refused(lambda path=path: admin.LoadAdapter(ab.LoadAdapterRequest(name="c1", path=path)))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION and reason(error) == "MODEL_FILE"
+
+
+def test_file_systems_are_asked_in_another_thread(
+    adapters: Serving, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs keeps no request waiting."""
+    asked_in, realpath = list[int](), os.path.realpath
+
+    async def own_thread() -> int:
+        return threading.get_ident()
+
+    def asking(*given: Any, **options: Any) -> Any:
+        asked_in.append(threading.get_ident())
+        return realpath(*given, **options)
+
+    monkeypatch.setattr(os.path, "realpath", asking)
+    refused(lambda: admin.LoadAdapter(ab.LoadAdapterRequest(name="c1", path="missing")))
+    assert asked_in and adapters.loop.run(own_thread()) not in asked_in
 
 
 def test_files_that_have_changed_are_another_adapter(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
