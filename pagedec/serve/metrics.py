@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, NotFound
 from pagedec.llm.async_llm import AsyncLLM
+from pagedec.lora.request import LoRARequest
 from pagedec.messages import TIME_LIMIT
 from pagedec.outputs import RequestMetrics, RequestOutput
 from pagedec.params import RequestOutputKind
@@ -60,7 +62,7 @@ class Metrics:
     def __init__(self, lifecycle: Lifecycle, census: CensusTaker, methods: tuple[str, ...]) -> None:
         """`methods`: full names of those that are called, for their zeros."""
         self.registry = registry = CollectorRegistry()
-        self._base = ""
+        self._models: ServedModels | None = None
         self._courses: dict[str, _Course] = {}
         self._http: MetricsPort | None = None
         registry.register(EngineMetrics(census.take))
@@ -98,7 +100,8 @@ class Metrics:
 
     def open(self, llm: AsyncLLM, models: ServedModels) -> None:
         """The model is there, with its adapters."""
-        self._base = models.base
+        self._models = models
+        models.unloaded = self._unname
         for name in models.names:
             self._named.labels(name)
         self._model.labels(models.base, llm.kv_cache.block_size, llm.kv_cache.num_blocks).set(1)
@@ -133,7 +136,7 @@ class Metrics:
         self._courses[name] = _Course(time.monotonic(), streamed, params.num_answers)
         self._asked.observe(num_prompt_tokens)
         self._answers.observe(params.num_answers)
-        self._named.labels(self._base if order.lora is None else order.lora.lora_name).inc()
+        self._name(order.lora)
 
     def told(self, name: str, output: RequestOutput) -> None:
         """An output of it is given out."""
@@ -173,6 +176,17 @@ class Metrics:
         self._waiting.set(count)
 
     # ---- inside
+    def _name(self, lora: LoRARequest | None) -> None:
+        """Count a request, unless what it names was unloaded since: names that come and go leave nothing behind."""
+        if self._models is None:
+            return
+        if lora is None or lora.lora_name in self._models.adapters:
+            self._named.labels(self._models.base if lora is None else lora.lora_name).inc()
+
+    def _unname(self, name: str) -> None:
+        with contextlib.suppress(KeyError):  # older versions of the library say that there is none
+            self._named.remove(name)
+
     def _count(self, course: _Course, num_tokens: int) -> None:
         course.num_tokens += num_tokens
         self._tokens.inc(num_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pagedec.errors import InvalidArgument, ModelFileError, NotFound, Shown
 from pagedec.llm.async_llm import AsyncLLM
@@ -25,6 +25,8 @@ class ServedModels:
 
     def __init__(self, base: str, loras: Loras) -> None:
         self.base, self._loras = base, loras
+        self.unloaded: Callable[[str], None] | None = None
+        """Is told the name of each that was unloaded, in the thread that has unloaded it."""
 
     @property
     def adapters(self) -> list[str]:
@@ -65,6 +67,8 @@ class ServedModels:
     def unload(self, name: str) -> None:
         """Let no more requests name an adapter; what has chosen it goes on. Raises `NotFound`."""
         self._loras.remove(self._loras.named(name).lora_int_id)
+        if self.unloaded is not None:
+            self.unloaded(name)
 
 
 def served_models(llm: AsyncLLM, config: ServerConfig) -> ServedModels:

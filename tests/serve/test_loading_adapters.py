@@ -33,8 +33,10 @@ from tests.serve.adapter_cases import (
     refused,
 )
 from tests.serve.serving import Loop, Serving, client_of, details, prompt, reason, streamed
+from tests.serve.test_metrics import scraped
 
 Serve = Callable[..., Serving]
+COUNT = "pagedec_model_requests_total"
 
 
 def test_one_comes_while_others_run(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
@@ -220,6 +222,36 @@ def test_files_that_have_changed_are_another_adapter(adapters: Serving, adapted:
     told = adapters.generation.Generate(asked("e1", PROMPTS[0]))
     assert list(told.answers[0].token_ids) == want.outputs[0].token_ids
     assert len(streamed([*messages, *running])[0][1]) == 40
+
+
+def test_metrics_forget_the_names_of_what_is_unloaded(serve: Serve, adapted: Adapted) -> None:
+    """Also where a request or a session goes on with it; under a name that is there again they count from 0."""
+    serving = serve(engine=LORA, lora=lora_flags(adapted), lora_dir=str(adapted.folder), admin_port=0, metrics_port=0)
+
+    def told() -> dict[str, float]:
+        """By all names but the model's."""
+        found = {dict(label)["model_name"]: value for (name, label), value in scraped(serving).items() if name == COUNT}
+        return {name: value for name, value in found.items() if name != serving.server.gateway.model}
+
+    with grpc.insecure_channel(f"127.0.0.1:{serving.server.admin_port}") as channel, client_of(serving) as client:
+        admin = Admin(channel)
+        with client.session(PROMPTS[0], lora_request=ServedLora("a1")) as branch:
+            branch.generate(GREEDY)
+            assert told() == {"a1": 1, "a2": 0, "a3": 0}
+            admin.UnloadAdapter(ab.UnloadAdapterRequest(name="a1"))
+            assert told() == {"a2": 0, "a3": 0}
+            branch.generate(GREEDY)
+            assert told() == {"a2": 0, "a3": 0}
+            admin.LoadAdapter(ab.LoadAdapterRequest(name="a1", path="a2"))
+            branch.generate(GREEDY)
+            client.generate(PROMPTS[0], GREEDY, lora_request=ServedLora("a1"))
+            assert told() == {"a1": 2, "a2": 0, "a3": 0}
+        for i in range(20):
+            admin.LoadAdapter(ab.LoadAdapterRequest(name=f"n{i}", path="a1"))
+            if i % 2:
+                client.generate(PROMPTS[0], GREEDY, lora_request=ServedLora(f"n{i}"))
+            admin.UnloadAdapter(ab.UnloadAdapterRequest(name=f"n{i}"))
+        assert told() == {"a1": 2, "a2": 0, "a3": 0}
 
 
 def test_who_may_load_them(serve: Serve, adapted: Adapted, tmp_path: Path) -> None:
