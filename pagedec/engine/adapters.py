@@ -98,6 +98,10 @@ class AdapterRegistry:
             raise NotFound("adapter", name)
         return known
 
+    def has(self, added: NamedAdapter) -> bool:
+        """Whether one that was added is there, not removed since."""
+        return self._named.get(added.name) == added
+
     def remove(self, name: str) -> None:
         """Forget one; requests that run go on with it. Raises NotFound."""
         with self._lock:

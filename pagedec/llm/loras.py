@@ -79,12 +79,15 @@ class Loras:
             return known.added.number
         with self._adding:
             self._found(request)
-            added = self._registry.add(request.lora_name, path)
-            with self._lock:
-                if request.lora_name not in self._known:
-                    self._known = {**self._known, request.lora_name: KnownLora(request, path, added)}
-                self._note(added.number, request)
-            return added.number
+            while True:
+                added = self._registry.add(request.lora_name, path)
+                with self._lock:
+                    if not self._registry.has(added):
+                        continue  # it was removed meanwhile
+                    if request.lora_name not in self._known:
+                        self._known = {**self._known, request.lora_name: KnownLora(request, path, added)}
+                    self._note(added.number, request)
+                    return added.number
 
     def load(self, name: str, path: str) -> LoRARequest:
         """Add an adapter under the lowest number that is free; one that is there already stays, if its files are what
@@ -111,7 +114,8 @@ class Loras:
             if found is None:
                 return False
             self._known = {name: known for name, known in self._known.items() if known is not found}
-            self._registry.remove(found.request.lora_name)
+            with contextlib.suppress(NotFound):  # forgotten by the engine, and here now
+                self._registry.remove(found.request.lora_name)
             return True
 
     def require(self, lora_int_id: int) -> bool:
