@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from pagedec.errors import ModelFileError
+from pagedec.errors import ModelFileError, cut
 from pagedec.formats.gguf.adapter import read_gguf_adapter
+from pagedec.formats.name_patterns import MAX_NAME
 from pagedec.formats.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
 from pagedec.formats.safetensors import SafetensorsSource
 from pagedec.formats.source import listed
@@ -131,6 +132,9 @@ def _paired_names(source: SafetensorsSource) -> dict[str, tuple[str, str]]:
         if (match := _PAIR.fullmatch(name)) is None:
             (base if _BASE.fullmatch(name) else others).append(name)
             continue
+        if len(match[1]) > MAX_NAME:
+            problem = f"tensor {cut(name)} is of a module of {len(match[1])} characters, must be at most {MAX_NAME}"
+            raise ModelFileError(source.path, problem)
         parts = found.setdefault(match[1], {})
         if match[2] in parts:
             raise ModelFileError(source.path, f"tensors {parts[match[2]]} and {name} are both of {match[1]}")

@@ -13,8 +13,10 @@ from typing import Any
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.fields import Flag, Integer, Number, Rule
 from pagedec.formats.files import read_json_object
+from pagedec.formats.name_patterns import MAX_LENGTH, MAX_NAME, MAX_STEPS, compile_pattern
 
 CONFIG_NAME = "adapter_config.json"
+MAX_PATTERNS = 4096
 UNCHANGED = ("gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base model's weights as they are, so that what is saved is the whole update."""
 REFUSED = {
@@ -114,11 +116,20 @@ def _patterns(content: Mapping[str, Any], field: str, rule: Rule) -> dict[re.Pat
     said = content.get(field) or {}
     if not isinstance(said, Mapping):
         raise InvalidArgument(field, said, "must be an object of names and numbers")
-    found = {}
+    if len(said) > MAX_PATTERNS:
+        raise InvalidArgument(field, len(said), f"has too many patterns, must be at most {MAX_PATTERNS}")
+    found, steps = {}, 0
     for pattern, value in said.items():
+        if len(pattern) > MAX_LENGTH:
+            raise InvalidArgument(field, pattern, f"has {len(pattern)} characters, must be at most {MAX_LENGTH}")
         try:
-            compiled = re.compile(rf"(.*\.)?({pattern})$")
+            compiled, own = compile_pattern(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise InvalidArgument(field, pattern, f"must be a regular expression ({error})") from error
+        steps += own
+        if steps > MAX_STEPS:
+            what = "takes" if own > MAX_STEPS else "takes, with those before it,"
+            limit = f"{what} too many steps on a name of {MAX_NAME} characters, must be at most {MAX_STEPS}"
+            raise InvalidArgument(field, pattern, limit)
         found[compiled] = rule.check(f"{field}.{pattern}", value)
     return found
