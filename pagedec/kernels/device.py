@@ -141,7 +141,7 @@ class DeviceBackend(NativeBackend):
         """It is free when nobody keeps it."""
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
-        if tensor.numel() == 1:
+        if tensor.numel() == 1 and tensor.dtype == torch.int32:
             self._counts[tensor.data_ptr()] = int(array[0])
         self.memory.write(tensor, array)
 

@@ -160,8 +160,9 @@ def test_experts_in_one_tensor(write_adapter: WriteGguf, architecture: str, name
         ({"general__type": None}, "general.type is None, must be adapter"),
         ({"general__type": "model"}, "general.type is 'model', must be adapter"),
         ({"adapter__type": "control"}, "adapter.type is 'control', must be lora"),
-        ({"adapter__lora__alpha": float("nan")}, "adapter.lora.alpha is nan, must be a finite number"),
-        ({"adapter__lora__alpha": "24"}, "adapter.lora.alpha is '24', must be a finite number"),
+        ({"adapter__lora__alpha": float("nan")}, "adapter.lora.alpha is nan: must be a finite number"),
+        ({"adapter__lora__alpha": "24"}, "adapter.lora.alpha is '24': must be a finite number"),
+        ({"adapter__lora__alpha": np.float64(1e300)}, r"adapter.lora.alpha is .*: must be a finite number in 32 bits"),
         ({"adapter__alora__invocation_tokens": [1, 2]}, r"adapter.alora.invocation_tokens is \[1, 2\]: activated LoRA"),
     ],
 )

@@ -111,3 +111,16 @@ def test_a_list_is_recorded_once_for_all_adapters(dtype: torch.dtype) -> None:
         alone.put(0, seed), alone.put(1, seed + 10)
         assert out.isfinite().all() and same_bits(alone.run(adapters, seed), out)
         assert same_bits(alone.run(adapters[:1], seed), out[:1])
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+def test_one_number_of_a_device_may_be_any() -> None:
+    """Only what counts rows is a row count."""
+    device = DeviceBackend(load(EMULATED_DEVICE), torch.float32)
+    for value in (float("inf"), float("nan"), -2.5):
+        scales = device.zeros((1,), torch.float32)
+        device.write(scales, np.array([value], np.float32))
+        assert repr(device.memory.get(scales).item()) == repr(value)
+    rows = device.zeros((1,), torch.int32)
+    device.write(rows, np.array([513], np.int32))
+    assert device.count(rows) == 513

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pagedec.errors import ModelFileError, shown
+from pagedec.errors import InvalidArgument, ModelFileError, shown
+from pagedec.fields import Number
 from pagedec.formats.gguf.dequantize import dequantize
 from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from pagedec.formats.gguf.reader import unpermute
@@ -20,6 +21,7 @@ from pagedec.kernels.experts import MAX_EXPERTS
 Pair = tuple[torch.Tensor, torch.Tensor]
 INVOCATION = "adapter.alora.invocation_tokens"
 ALPHA = "adapter.lora.alpha"
+_ALPHA = Number("scale times rank")
 _HALF = re.compile(r"(.+)\.lora_([ab])")
 _IN_BLOCK = re.compile(r"blk\.\d+\.(\w+)\.weight")
 ROTARY = {"attn_q": 0, "attn_k": 1}
@@ -59,10 +61,10 @@ def _check_fields(header: GgufHeader) -> float:
     if fields.get(INVOCATION):
         problem = f"{INVOCATION} is {shown(fields[INVOCATION])}: activated LoRA is not supported; must be empty"
         raise ModelFileError(header.path, problem)
-    alpha = fields.get(ALPHA, 0.0)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < float("inf"):
-        raise ModelFileError(header.path, f"{ALPHA} is {shown(alpha)}, must be a finite number")
-    return float(alpha)
+    try:
+        return float(_ALPHA.check(ALPHA, fields.get(ALPHA, 0.0)))
+    except InvalidArgument as error:
+        raise ModelFileError(header.path, str(error)) from error
 
 
 def _halves(header: GgufHeader) -> dict[str, tuple[GgufTensor, GgufTensor]]:
