@@ -69,6 +69,10 @@ def test_chat(tiny: Path, lora: Path, capsys: pytest.CaptureFixture[str], monkey
         (["--lora", ""], "lora is empty: must be the path of a directory that PEFT has written, or a .gguf file"),
         (["--lora", "a="], "lora is a=: must be the path of"),
         (["--lora", "/no/such=place"], "/no/such=place: does not exist"),
+        (
+            ["--lora", "a=p", "--lora", "b=q"],
+            "lora is b=q: must be one, and a=p is given; `pagedec batch` takes several",
+        ),
         (["--lora", "HERE"], "max_lora_rank is 16: must be at least 24, the rank of the adapter at"),
         (["--lora", "HERE", "--no-enable-lora"], "must not be given with --no-enable-lora"),
     ],

@@ -14,7 +14,7 @@ FILES = "a directory that PEFT has written, or a .gguf file"
 def add_lora_argument(parser: argparse.ArgumentParser) -> None:
     """Add --lora for a command all of whose prompts go through one adapter."""
     text = f"the LoRA adapter of all prompts: {FILES}; it implies --enable-lora"
-    parser.add_argument("--lora", metavar="[NAME=]PATH", help=text)
+    parser.add_argument("--lora", metavar="[NAME=]PATH", action="append", help=text)
 
 
 def add_loras_argument(parser: argparse._ActionsContainer, who: str) -> None:
@@ -25,9 +25,11 @@ def add_loras_argument(parser: argparse._ActionsContainer, who: str) -> None:
 
 def given_lora(arguments: argparse.Namespace) -> LoRARequest | None:
     """The one adapter; without a name it has its file's. Raises InvalidArgument."""
-    given = arguments.lora
-    if given is None:
+    if arguments.lora is None:
         return None
+    given, *others = arguments.lora
+    if others:
+        raise InvalidArgument("lora", others[0], f"must be one, and {given} is given; `pagedec batch` takes several")
     name, path = _parts(given)
     if not path:
         raise InvalidArgument("lora", given, f"must be the path of {FILES}")
