@@ -286,7 +286,7 @@ class Front:
         self.loop.require_open()
         if not isinstance(lora_request, LoRARequest):
             raise InvalidArgument("lora_request", lora_request, "must be a LoRARequest")
-        return self.loras.add(lora_request) > 0
+        return self.loras.confirm(lora_request) > 0
 
     # ---- the end
     def close(self) -> None:

@@ -107,6 +107,15 @@ class Loras:
                 continue  # somebody else was faster
             return self.named(name)
 
+    def confirm(self, request: LoRARequest) -> int:
+        """As `add`, but the files of one that is there already are looked at again. Raises InvalidArgument where they
+        are not what they were, and as `add`."""
+        was_there = request.lora_name in self._known
+        number = self.add(request)
+        if was_there and not isinstance(request, HeldLora):
+            self._registry.confirm(request.lora_name, _absolute(request.lora_path))
+        return number
+
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter; requests and sessions that have it go on with it. False: there was none."""
         with self._lock:

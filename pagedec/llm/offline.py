@@ -191,9 +191,9 @@ class LLM(Front):
     # ---- adapters
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter's files, and keep it until `remove_lora`: requests need not bring it, and those that do need
-        not wait for its files. True, as of one that is there already. Raises `InvalidArgument` without `enable_lora`,
-        for a name or a number of another one, and for a rank above `max_lora_rank`; `ModelFileError` for files that do
-        not fit the model."""
+        not wait for its files. True, as of one that is there already, whose files are looked at again. Raises
+        `InvalidArgument` without `enable_lora`, for a name or a number of another one, for files that are not what they
+        were, and for a rank above `max_lora_rank`; `ModelFileError` for files that do not fit the model."""
         return self._added(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
