@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -18,7 +19,8 @@ OF_VLLM = {
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """An adapter: its name, and the directory that PEFT has written, or a .gguf file. Requests of one name share one;
-    `lora_int_id` is another name of it, and must be one's own. Raises InvalidArgument.
+    `lora_int_id` is another name of it, and must be one's own. A path may be an `os.PathLike`, whose text is kept.
+    Raises InvalidArgument.
 
     The arguments behind these are vLLM's, and ask for nothing; `base_model_name` may be any text.
     """
@@ -34,6 +36,8 @@ class LoRARequest:
     def __post_init__(
         self, base_model_name: str | None, tensorizer_config_dict: Any, load_inplace: Any, long_lora_max_len: Any
     ) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value or "\0" in value:

@@ -312,7 +312,8 @@ def test_a_model_without_places(tiny: Make, adapted: Adapted) -> None:
     [
         (("", 1, "p"), "lora_name is ''"), ((None, 1, "p"), "lora_name is None"), (("a\0", 1, "p"), "lora_name is 'a"),
         (("a", 0, "p"), "lora_int_id is 0: must be a whole number above 0"), (("a", True, "p"), "lora_int_id is True"),
-        (("a", "1", "p"), "lora_int_id is '1'"), (("a", 1, ""), "lora_path is ''"), (("a", 1, Path("p")), "lora_path"),
+        (("a", "1", "p"), "lora_int_id is '1'"), (("a", 1, ""), "lora_path is ''"),
+        (("a", 1, b"p"), "lora_path is b'p'"), (("a", 1, None), "lora_path is None"),
     ],
 )  # fmt: skip
 def test_wrong_values(arguments: Any, message: str) -> None:
@@ -326,6 +327,8 @@ def test_a_request_is_a_value() -> None:
     assert repr(request) == "LoRARequest(lora_name='sql', lora_int_id=3, lora_path='/there')"
     assert hash(request) == hash(LoRARequest("sql", 3, "/there")) and request != LoRARequest("sql", 4, "/there")
     assert (request.name, request.adapter_id, request.path) == ("sql", 3, "/there")
+    by_path: Any = Path("/there")
+    assert LoRARequest("sql", 3, by_path) == request and type(LoRARequest("sql", 3, by_path).lora_path) is str
     for name, value in (("load_inplace", True), ("long_lora_max_len", 4096), ("tensorizer_config_dict", {"a": 1})):
         with pytest.raises(FeatureNotAvailable, match=f"^{name} is .* not available in this version; available: "):
             LoRARequest("sql", 3, "/there", **{name: value})
