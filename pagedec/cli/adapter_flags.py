@@ -8,6 +8,8 @@ from pathlib import Path
 from pagedec.errors import InvalidArgument
 from pagedec.lora.request import LoRARequest
 
+HINTS = {"--lora-modules": "it is written --lora NAME=PATH, given again for each"}
+"""Of a command that takes several: vLLM's flag."""
 FILES = "a directory that PEFT has written, or a .gguf file"
 
 

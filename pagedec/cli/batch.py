@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pagedec.cli.adapter_flags import add_loras_argument, given_loras
+from pagedec.cli.adapter_flags import HINTS, add_loras_argument, given_loras
 from pagedec.cli.arguments import (
     add_engine_arguments,
     add_options,
@@ -37,6 +37,7 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
+from pagedec.cli.parser import Parser
 from pagedec.errors import DeviceLost, InvalidArgument, WorkersGone, counted
 from pagedec.fields import Flag, Integer, check_fields, option
 
@@ -119,7 +120,8 @@ class BatchOptions:
             raise InvalidArgument("replicas", self.replicas, "must be given with ray")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    parser.hints.update(HINTS)
     parser.add_argument("-i", "--input", metavar="FILE", required=True, help="requests, one JSON object a line")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="records; made, or gone on with")
     parser.add_argument(

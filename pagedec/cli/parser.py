@@ -26,6 +26,8 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
         self._commands: argparse._SubParsersAction[Any] | None = None
+        self.hints: dict[str, str] = {}
+        """What to write in place of flags that people bring from elsewhere."""
 
     def add_subparsers(self, **options: Any) -> argparse._SubParsersAction[Any]:
         self._commands = super().add_subparsers(**options)
@@ -82,6 +84,8 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if not action.option_strings and str(action.metavar).lower() == name.strip("-"):
                 tail = f"; {action.metavar} is given without a flag"
+        if hint := self.hints.get(name.replace("_", "-")):
+            tail = f"; {hint}"
         if before in known and known[before].nargs != 0:
             tail = f"; as the value of {before} it is written {before}={text}"
         raise UsageError(f"{name} is not a flag of {self.prog}{tail}")

@@ -15,6 +15,7 @@ import resource
 from collections.abc import Callable
 
 from pagedec import environment
+from pagedec.cli.adapter_flags import HINTS
 from pagedec.cli.arguments import (
     ENGINE,
     add_engine_arguments,
@@ -24,6 +25,7 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, say
+from pagedec.cli.parser import Parser
 from pagedec.cli.signals import SIGNALS
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
@@ -41,8 +43,9 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the server's options and the engine's arguments."""
+    parser.hints.update(HINTS)
     add_options(parser, "server", ServerConfig)
     add_engine_arguments(parser)
 
