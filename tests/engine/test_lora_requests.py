@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,28 +203,6 @@ def test_adapters_by_hand(with_loras: Make, adapted: Adapted) -> None:
     assert [request.lora_name for request in llm.loras.requests] == ["a1", "a3", "a2"]
     assert llm.loras.load("a1", one.lora_path) is one and llm.loras.load("b", two.lora_path).lora_int_id == 4
     assert llm.loras.named("b") == LoRARequest("b", 4, two.lora_path)
-
-
-def test_who_adds_one_by_hand_is_told_that_its_files_have_changed(
-    with_loras: Make, adapted: Adapted, tmp_path: Path
-) -> None:
-    llm, folder = with_loras(), tmp_path / "mine"
-    shutil.copytree(adapted.loras[0].lora_path, folder)
-    lora = LoRARequest("mine", 1, str(folder))
-    assert llm.add_lora(lora) and llm.add_lora(lora)
-    shutil.copytree(adapted.loras[2].lora_path, folder, dirs_exist_ok=True)
-    with pytest.raises(
-        InvalidArgument, match=r"^lora_path is .*: must have what .* when mine was .*; remove it first$"
-    ):
-        llm.add_lora(lora)
-    assert llm.remove_lora(1) and llm.add_lora(lora)
-    assert tokens_of(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=lora)) == [
-        adapted.want(adapted.loras[2], PROMPTS[0])
-    ]
-    shutil.rmtree(folder)
-    with pytest.raises(ModelFileError, match="does not exist"):
-        llm.add_lora(lora)
-    assert llm.list_loras() == {1}
 
 
 def test_removal_while_it_runs(with_loras: Make, adapted: Adapted, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from pagedec import LLM, AsyncLLM, DtypeWarning, PoolWarning, SamplingParams
+from pagedec.client import AsyncClient, Client
 from pagedec.config import engine_rules
 from pagedec.errors import AbsentFeature, FeatureNotAvailable, InvalidArgument
 from pagedec.inputs import CALL_ONLY, CallArgs
@@ -48,6 +49,13 @@ def test_a_request_without_a_lora(text_llm: LLM, asynchronous: AsyncLLM) -> None
         return [output async for output in asynchronous.generate(PROMPT, GREEDY, lora_request=None)][-1].finished
 
     assert asyncio.run(last())
+
+
+def test_a_lora_stands_where_vllm_has_it() -> None:
+    """By position: behind use_tqdm, or behind the request's name."""
+    for call in (LLM.chat, Client.chat, AsyncLLM.generate, AsyncClient.generate):
+        named = list(inspect.signature(call).parameters.values())[4]  # behind self and three more
+        assert named.name == "lora_request" and named.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, call
 
 
 def test_what_is_no_lora_is_refused(tiny: Tiny, text_llm: LLM, asynchronous: AsyncLLM) -> None:
