@@ -21,6 +21,8 @@ from pagedec.kernels.lora import GROUP, LoraUpdate, LoraWeights
 from pagedec.models.architecture import Architecture, Part, Portion
 from pagedec.models.packing import padded_width
 
+_WEIGHT = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)\.weight")
+
 
 class LoraSizes(NamedTuple):
     """How many adapters a model has places for, and up to which rank."""
@@ -146,7 +148,7 @@ def by_layer(arch: Architecture, adapter: LoraAdapter) -> list[dict[str, LoraUpd
 
 def _place_of(arch: Architecture, name: str) -> tuple[int, str]:
     """The layer of a module, -1: of none, and its name below that."""
-    found = re.fullmatch(r"model\.layers\.(\d{1,9})\.(.+)\.weight", renamed(f"{name}.weight", arch.renamed) or "")
+    found = _WEIGHT.fullmatch(renamed(f"{name}.weight", arch.renamed) or "")
     return (-1, name) if found is None else (int(found[1]), found[2])
 
 
@@ -173,13 +175,17 @@ def _shapes(arch: Architecture, layer: int) -> Iterator[tuple[str, tuple[int, in
 def _problems(
     arch: Architecture, pairs: Mapping[str, LoraUpdate], shapes: Sequence[Mapping[str, tuple[int, int]]]
 ) -> Iterable[str]:
+    names: dict[tuple[int, str], str] = {}
     for name, update in pairs.items():
         layer, module = _place_of(arch, name)
+        other = names.setdefault((layer, module), name)
         if not 0 <= layer < len(shapes):
             has = f"the model has layers 0 to {len(shapes) - 1}"
             yield f"{name} is of no layer; {has}, of which {', '.join(shapes[0])} may have updates"
         elif module not in shapes[layer]:
             yield f"{name} cannot be changed; in layer {layer} these can: {', '.join(shapes[layer])}"
+        elif other != name:
+            yield f"{other} and {name} are both of {module} in layer {layer}"
         elif (len(update.b), update.a.shape[1]) != shapes[layer][module]:
             own, due = (len(update.b), update.a.shape[1]), shapes[layer][module]
             yield f"{name} is of shape {list(own)}, the model's of {list(due)}"

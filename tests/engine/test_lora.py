@@ -4,9 +4,10 @@ bits that nobody beside them changes."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError
+from pagedec.models.adapters import check_adapter, read_adapter
+from pagedec.models.families.gemma3 import TEXT_IN_IMAGE_MODEL
 from pagedec.runtime.memory import Memory
 from tests.engine.deaths import executor_of
 from tests.engine.lora_cases import PLAIN, adapter, answered, arch_of, ask, merged, prompts, tokens_of
@@ -273,6 +276,10 @@ def test_what_does_not_fit_is_refused(llama: Model, engines: Callable[..., LLM],
     wrong = {
         "lm_head": "is of no layer; the model has layers 0 to 2",
         "model.layers.3.self_attn.q_proj": "is of no layer",
+        "model.layers.00.self_attn.q_proj": "is of no layer",
+        "model.layers.01.self_attn.q_proj": "is of no layer",
+        "model.layers.\u0661.self_attn.q_proj": "is of no layer",
+        "model.layers.9999999999.self_attn.q_proj": "is of no layer",
         "model.layers.0.self_attn.rotary": "cannot be changed; in layer 0 these can: self_attn.q_proj, ",
         "model.layers.0.mlp.up_proj": r"is of shape \[20, 10\], the model's of \[96, 64\]",
     }
@@ -281,6 +288,20 @@ def test_what_does_not_fit_is_refused(llama: Model, engines: Callable[..., LLM],
         place = write_lora(tmp_path / str(i), {name: pair})
         with pytest.raises(ModelFileError, match=f"the adapter does not fit the model: {name}.*{problem}"):
             add(name, str(place))
+
+
+def test_two_names_of_one_module_are_refused(engines: Callable[..., LLM], tmp_path: Path) -> None:
+    """Where files of a family call it differently."""
+    names = [f"{beginning}.layers.2.mlp.down_proj" for beginning in ("model.language_model", "language_model.model")]
+    arch = replace(arch_of(engines()), renamed=TEXT_IN_IMAGE_MODEL)
+    pair = (torch.zeros(4, 96), torch.zeros(64, 4))
+    for i, name in enumerate(names):
+        path = str(write_lora(tmp_path / str(i), {name: pair}))
+        check_adapter(arch, read_adapter(arch, path), 4, path)
+    path = str(write_lora(tmp_path / "both", {name: (pair[0].clone(), pair[1].clone()) for name in names}))
+    both = "|".join(re.escape(" and ".join(order)) for order in (names, names[::-1]))
+    with pytest.raises(ModelFileError, match=f"({both}) are both of mlp.down_proj in layer 2"):
+        check_adapter(arch, read_adapter(arch, path), 4, path)
 
 
 def test_places_that_no_memory_holds(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
