@@ -279,9 +279,12 @@ class Opening:
 
     async def _open(self) -> AsyncSession:
         front, lora = self._front, self._lora
-        adapter = await asyncio.to_thread(front.loras.add, lora) if front.loras.is_new(lora) else front.loras.add(lora)
-        future = front.loop.call(lambda engine: AsyncSession(front, self._opening(engine, adapter), self._turns))
-        return await asyncio.wrap_future(future)
+        adding = front.loras.adding([lora])
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
+            [adapter] = await asyncio.to_thread(enter, adding) if front.loras.is_new(lora) else enter(adding)
+            future = front.loop.call(lambda engine: AsyncSession(front, self._opening(engine, adapter), self._turns))
+            return await asyncio.wrap_future(future)
 
     async def __aenter__(self) -> AsyncSession:
         self._session = await self._open()

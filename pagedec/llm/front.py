@@ -149,7 +149,7 @@ class Front:
         of prompts that bring none; `request_id` is a name for the only one. A text far longer than the context is
         refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
         `resume`: what was told of the only one's answers, behind which they go on. `lora`: the adapter of all, or one
-        or None for each; the files of one that is new are read here, and it stays, also behind an error.
+        or None for each; the files of one that is new are read here, and it stays where nothing is refused.
         """
         self.loop.require_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -165,8 +165,7 @@ class Front:
             if isinstance(own, RequestParams) and own.structured_outputs is not None:
                 with _among(called, own):
                     self.prepare_grammar(own)  # while others may be admitted
-        adapters = [*map(self.loras.add, loras)]
-        with self._numbered(len(prompts)) as first:
+        with self.loras.adding(loras) as adapters, self._numbered(len(prompts)) as first:
             return [
                 self._admitted(
                     i, Job(name or self._named(first + i), text, token_ids, own, one), order, salt or cache_salt,

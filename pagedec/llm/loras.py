@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class Loras:
         self._registry = registry
         self._adding, self._lock = threading.Lock(), threading.Lock()
         self._known: dict[str, KnownLora] = {}  # in a mapping that nobody changes
+        self._unsure: dict[int, object] = {}  # by the engine's numbers: which call has added one that it may take back
         self._requests: dict[int, LoRARequest] = {}  # by the engine's numbers, while anybody has such an adapter
 
     @property
@@ -66,9 +67,26 @@ class Loras:
         """Whether `add` would have to read files."""
         return not (request is None or isinstance(request, HeldLora) or request in self.requests)
 
-    def add(self, request: LoRARequest | None) -> int:
+    @contextlib.contextmanager
+    def adding(self, requests: Sequence[LoRARequest | None]) -> Iterator[list[int]]:
+        """The engine's numbers of a call's adapters, whose names and numbers are checked before any file is read. Those
+        that this call has added are forgotten again where it is refused, here or before this is left; what others have
+        named meanwhile stays. Raises as `add`."""
+        call = object()
+        self._check_each(requests)
+        try:
+            numbers = {request: self.add(request, call) for request in dict.fromkeys(requests)}
+            yield [numbers[request] for request in requests]
+        except BaseException:
+            for own in self._settled(call):
+                self.remove(own)
+            raise
+        self._settled(call)
+
+    def add(self, request: LoRARequest | None, call: object = None) -> int:
         """The engine's number of an adapter, whose files are read unless it is there already; 0 of none. Raises
-        InvalidArgument for a name or a number of another one, and what `AdapterRegistry.add` raises."""
+        InvalidArgument for a name or a number of another one, and what `AdapterRegistry.add` raises. `call`: who may
+        take it back."""
         if request is None:
             return 0
         if isinstance(request, HeldLora):
@@ -76,6 +94,7 @@ class Loras:
         path = _absolute(request.lora_path)
         known = self._found(request)
         if known is not None and known.path == path:
+            self._claim(known.added.number, call)
             return known.added.number
         with self._adding:
             self._found(request)
@@ -84,7 +103,10 @@ class Loras:
                 with self._lock:
                     if not self._registry.has(added):
                         continue  # it was removed meanwhile
-                    if request.lora_name not in self._known:
+                    if request.lora_name in self._known:
+                        self._claim(added.number, call)
+                    else:
+                        self._unsure |= {} if call is None else {added.number: call}
                         self._known = {**self._known, request.lora_name: KnownLora(request, path, added)}
                     self._note(added.number, request)
                     return added.number
@@ -139,6 +161,26 @@ class Loras:
         """The numbers that people have given them."""
         return {request.lora_int_id for request in self.requests}
 
+    def _check_each(self, requests: Iterable[LoRARequest | None]) -> None:
+        """Raises InvalidArgument where a name and a number are not of one adapter, here or among these."""
+        others: list[LoRARequest] = []
+        for request in dict.fromkeys(requests):
+            if request is not None and not isinstance(request, HeldLora):
+                self._found(request)
+                _check_alike(request, others)
+                others.append(request)
+
+    def _claim(self, number: int, call: object) -> None:
+        """Somebody else's call names an adapter, so that who has added it does not take it back."""
+        if self._unsure.get(number, call) is not call:
+            self._unsure.pop(number, None)
+
+    def _settled(self, call: object) -> list[int]:
+        """People's numbers of what a call has added and nobody else has named: from now on nobody takes it back."""
+        mine = {number for number, owner in list(self._unsure.items()) if owner is call}
+        mine = {number for number in mine if self._unsure.pop(number, None) is call}
+        return [known.request.lora_int_id for known in self._known.values() if known.added.number in mine]
+
     def _get(self, name: str) -> KnownLora:
         known = self._known.get(name)
         if known is None:
@@ -147,20 +189,24 @@ class Loras:
 
     def _found(self, request: LoRARequest) -> KnownLora | None:
         """An adapter of this name. Raises InvalidArgument where name and number are not of one."""
-        own, name = request.lora_int_id, request.lora_name
-        known = self._known.get(name)
-        if known is not None and known.request.lora_int_id != own:
-            raise InvalidArgument("lora_int_id", own, f"must be {known.request.lora_int_id}, that of adapter {name!r}")
-        other = next((one for one in self.requests if one.lora_int_id == own and one.lora_name != name), None)
-        if other is not None:
-            limit = f"must be another one for adapter {name!r}: it is that of adapter {other.lora_name!r}"
-            raise InvalidArgument("lora_int_id", own, limit)
-        return known
+        _check_alike(request, self.requests)
+        return self._known.get(request.lora_name)
 
     def _note(self, number: int, request: LoRARequest) -> None:
         files = self._registry.files
         kept = {own: one for own, one in self._requests.items() if own in files}
         self._requests = {number: request} | kept
+
+
+def _check_alike(request: LoRARequest, others: Sequence[LoRARequest]) -> None:
+    own, name = request.lora_int_id, request.lora_name
+    for other in others:
+        if other.lora_name == name and other.lora_int_id != own:
+            raise InvalidArgument("lora_int_id", own, f"must be {other.lora_int_id}, that of adapter {name!r}")
+    for other in others:
+        if other.lora_int_id == own and other.lora_name != name:
+            limit = f"must be another one for adapter {name!r}: it is that of adapter {other.lora_name!r}"
+            raise InvalidArgument("lora_int_id", own, limit)
 
 
 def _absolute(path: str) -> str:

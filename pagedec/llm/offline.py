@@ -176,8 +176,8 @@ class LLM(Front):
         """
         template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
         opening, turns, _ = self._opening(prompt, messages, seed, priority, cache_salt, ttl, template)
-        adapter = self.loras.add(as_lora(lora_request))
-        return self.loop.at_once(lambda engine: Session(self, opening(engine, adapter), turns))
+        with self.loras.adding([as_lora(lora_request)]) as [adapter]:
+            return self.loop.at_once(lambda engine: Session(self, opening(engine, adapter), turns))
 
     # ---- what goes with a model
     def reset_prefix_cache(self) -> bool:
