@@ -15,12 +15,14 @@ from pagedec.errors import ModelFileError, cut
 from pagedec.formats.gguf.adapter import read_gguf_adapter
 from pagedec.formats.name_patterns import MAX_NAME
 from pagedec.formats.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
+from pagedec.formats.resolve import is_hub_id
 from pagedec.formats.safetensors import SafetensorsSource
 from pagedec.formats.source import listed
 from pagedec.kernels.lora import LoraUpdate
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLED_NAME = "adapter_model.bin"
+_PLACES = f"a directory with {CONFIG_NAME}, or a .gguf file"
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 _BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.(?:weight|bias)")
 _OTHERS = (
@@ -56,11 +58,32 @@ def read_lora(path: str | os.PathLike[str], heads: tuple[int, int] | None = None
         if place.suffix == ".gguf":
             return _adapter(place, _of_gguf(place, heads))
         if not place.is_dir():
-            problem = f"must be a directory with {CONFIG_NAME}, or a .gguf file" if place.exists() else "does not exist"
-            raise ModelFileError(place, problem)
+            raise ModelFileError(
+                place, f"must be {_PLACES}" if place.exists() else f"does not exist{_if_hub_id(place)}"
+            )
         return _adapter(place, _of_peft(place))
     except (OSError, RuntimeError) as error:  # a name that is too long, no such user
         raise ModelFileError(place, f"cannot be read ({error})") from error
+
+
+def _if_hub_id(place: Path) -> str:
+    """What to do with a name of the hub, which is no path of anything here."""
+    name = os.path.relpath(place)
+    if "/" not in name or not is_hub_id(name) or place.parent.exists():
+        return ""
+    return f"; it must be {_PLACES}: huggingface_hub.snapshot_download({name!r}) gives a directory"
+
+
+def _checked_config(directory: Path) -> PeftConfig:
+    """Read the configuration. Raises ModelFileError, which says of a directory without one what it seems to be."""
+    path = directory / CONFIG_NAME
+    if not path.exists():
+        if found := sorted(one.parent.name for one in directory.glob(f"*/{CONFIG_NAME}")):
+            problem = f"does not exist; {listed(found)} {'has' if len(found) == 1 else 'have'} one"
+            raise ModelFileError(path, problem)
+        if (directory / "config.json").exists():
+            raise ModelFileError(path, "does not exist; with its config.json this is a whole model, no adapter")
+    return read_peft_config(path)
 
 
 def _adapter(path: Path, pairs: dict[str, LoraUpdate]) -> LoraAdapter:
@@ -85,7 +108,7 @@ def _of_gguf(path: Path, heads: tuple[int, int] | None) -> dict[str, LoraUpdate]
 
 
 def _of_peft(directory: Path) -> dict[str, LoraUpdate]:
-    config = read_peft_config(directory / CONFIG_NAME)
+    config = _checked_config(directory)
     weights = directory / WEIGHTS_NAME
     if not weights.is_file():
         hint = f"; {PICKLED_NAME} is pickled, convert it to safetensors" if (directory / PICKLED_NAME).exists() else ""

@@ -331,6 +331,33 @@ def test_paths_of_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
         read_lora(name)
 
 
+def test_a_name_of_the_hub_is_told_how_it_becomes_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = "does not exist; it must be a directory with adapter_config.json, or a .gguf file: huggingface_hub."
+    for path in ("owner/my-lora", tmp_path / "owner" / "my-lora"):
+        with pytest.raises(ModelFileError) as caught:
+            read_lora(path)
+        assert str(caught.value) == f"{path}: {told}snapshot_download('owner/my-lora') gives a directory"
+    (tmp_path / "owner").mkdir()
+    for path in ("owner/my-lora", "./my-lora", "/owner/my-lora"):
+        with pytest.raises(ModelFileError, match="my-lora: does not exist$"):
+            read_lora(path)
+
+
+def test_directories_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ModelFileError, match=r"adapter_config.json: does not exist; with its config.json .* whole model"
+    ):
+        read_lora(tmp_path)
+    write_lora(tmp_path / "checkpoint-500", pairs())
+    with pytest.raises(ModelFileError, match="adapter_config.json: does not exist; checkpoint-500 has one$"):
+        read_lora(tmp_path)
+    write_lora(tmp_path / "checkpoint-1000", pairs())
+    with pytest.raises(ModelFileError, match="does not exist; checkpoint-1000, checkpoint-500 have one$"):
+        read_lora(tmp_path)
+
+
 def test_damaged_files_are_refused_or_read_whole(tmp_path: Path) -> None:
     directory = write_lora(tmp_path, pairs(4, n=8, k=8), alpha_pattern={"q_proj": 4}, rank_pattern={"v_proj": 4})
     whole = {path: path.read_bytes() for path in sorted(directory.iterdir())}
