@@ -186,9 +186,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from pagedec.batch.job import BatchJob
     from pagedec.batch.journal import OutputError
+    from pagedec.llm.front import renamed
 
     try:
         with (
+            renamed("loras", "lora"),
             _interrupted_by_termination() as was_terminated,
             BatchJob(
                 arguments.input,

@@ -139,7 +139,9 @@ class Loras:
         return number
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an adapter; requests and sessions that have it go on with it. False: there was none."""
+        """Forget an adapter; requests and sessions that have it go on with it. False: there was none. Raises
+        InvalidArgument for what is no number."""
+        _check_id(lora_int_id)
         with self._lock:
             found = next((known for known in self._known.values() if known.request.lora_int_id == lora_int_id), None)
             if found is None:
@@ -151,6 +153,7 @@ class Loras:
 
     def require(self, lora_int_id: int) -> bool:
         """True. Raises InvalidArgument where there is none of this number."""
+        _check_id(lora_int_id)
         if lora_int_id not in self.ids:
             known = ", ".join(map(str, sorted(self.ids))) or "none yet"
             raise InvalidArgument("lora_id", lora_int_id, f"must be that of an adapter that was added: {known}")
@@ -196,6 +199,11 @@ class Loras:
         files = self._registry.files
         kept = {own: one for own, one in self._requests.items() if own in files}
         self._requests = {number: request} | kept
+
+
+def _check_id(lora_id: object) -> None:
+    if isinstance(lora_id, bool) or not isinstance(lora_id, int):
+        raise InvalidArgument("lora_id", lora_id, "must be a whole number, the lora_int_id of an adapter")
 
 
 def _check_alike(request: LoRARequest, others: Sequence[LoRARequest]) -> None:

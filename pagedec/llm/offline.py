@@ -198,7 +198,7 @@ class LLM(Front):
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter; requests that run, and sessions, go on with it. One that is named again later is read
-        anew. False: there is none of this number."""
+        anew. False: there is none of this number. Raises `InvalidArgument` for what is no number."""
         return self.loras.remove(lora_id)
 
     def list_loras(self) -> set[int]:

@@ -86,3 +86,13 @@ def test_what_somebody_else_has_named_meanwhile_stays(with_loras: Make, adapted:
         assert llm.add_lora(one)
         raise ZeroDivisionError
     assert llm.list_loras() == {1}
+
+
+def test_adapters_are_removed_by_number(with_loras: Make, adapted: Adapted) -> None:
+    llm, one = with_loras(), adapted.loras[0]
+    llm.add_lora(one)
+    for wrong in ("a1", one, True, None):
+        for call in (llm.remove_lora, llm.pin_lora):
+            with pytest.raises(InvalidArgument, match="^lora_id is .*: must be a whole number, the lora_int_id of an"):
+                call(wrong)
+    assert llm.list_loras() == {1} and llm.remove_lora(1)
