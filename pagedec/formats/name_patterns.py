@@ -12,13 +12,13 @@ MAX_NAME = 128
 """Characters of a module's name that patterns are tried on."""
 MAX_LENGTH = 512
 """Characters of a pattern."""
-MAX_STEPS = 2**26
-"""Of a match, at most: three repeats of anything that stand behind each other, and 32 characters besides."""
+MAX_STEPS = 2**28
+"""Of a match, at most: three repeats of anything that stand behind each other, and some 80 characters besides."""
 _CHARACTERS = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
 _REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
 _BOUNDARIES = {"AT_BOUNDARY", "AT_NON_BOUNDARY"}
-_BOUNDARY = 32
-"""Times as long as one of a character: both sides are looked up."""
+_ITEM, _BOUNDARY, _ROUND = 4, 128, 256
+"""Steps of an item that is no character, of one that looks at both sides, and of a round of a repeated group."""
 _DOT = ord(".")
 
 try:
@@ -31,14 +31,14 @@ def compile_pattern(pattern: str) -> tuple[re.Pattern[str], int]:
     """Return a regular expression of a whole name, or of its end from a dot on, for `match`, and how many steps that
     takes at most on a name of `MAX_NAME` characters, `MAX_STEPS` + 1 for all that are more.
 
-    A search that goes back tries each way through the expression at most once: steps are ways times items. Raises
-    re.error, RecursionError and OverflowError for what is no regular expression.
+    A search that goes back tries each way through the expression at most once: steps are ways times those of one.
+    Raises re.error, RecursionError and OverflowError for what is no regular expression.
     """
     own = _parser.parse(pattern)
     anywhere = "" if _needs_no_beginning(own) else r"(.*\.)?"
     whole = f"{anywhere}({pattern})$"
-    ways, items = _measure(_parser.parse(whole))
-    return re.compile(whole), min(ways * items, MAX_STEPS + 1)
+    ways, steps = _measure(_parser.parse(whole))
+    return re.compile(whole), min(ways * steps, MAX_STEPS + 1)
 
 
 def _needs_no_beginning(tree: Any) -> bool:
@@ -53,45 +53,45 @@ def _needs_no_beginning(tree: Any) -> bool:
 
 
 def _measure(tree: Any) -> tuple[int, int]:
-    """Return the ways through a sequence, at most `MAX_STEPS` + 1, and its items."""
-    ways, items = 1, 0
+    """Return the ways through a sequence, at most `MAX_STEPS` + 1, and the steps of one at most."""
+    ways, steps = 1, 0
     for i, (kind, value) in enumerate(tree):
         following = tree[i + 1] if i + 1 < len(tree) else None
         own, more = _measure_item(str(kind), value, following)
-        ways, items = min(ways * own, MAX_STEPS + 1), items + more
-    return ways, items
+        ways, steps = min(ways * own, MAX_STEPS + 1), steps + more
+    return ways, steps
 
 
 def _measure_item(name: str, value: Any, following: Any) -> tuple[int, int]:
     if name in _CHARACTERS or name in ("AT", "FAILURE"):
-        return 1, _BOUNDARY if str(value) in _BOUNDARIES else 1
+        return 1, 1 if name == "LITERAL" else _BOUNDARY if str(value) in _BOUNDARIES else _ITEM
     if name in _REPEATS:
         low, high, repeated = value
         return _measure_repeat(low, high, repeated, following)
     if name == "BRANCH":
         parts = [_measure(part) for part in value[1]]
-        ways = [own for own, _ in parts]
-        return max(ways) if _excludes(value[1]) else sum(ways), 1 + sum(items for _, items in parts)
+        of_all = max if _excludes(value[1]) else sum
+        return of_all(ways for ways, _ in parts), _ITEM + of_all(steps for _, steps in parts)
     if name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
-        ways_inside, items = _measure(value if name == "ATOMIC_GROUP" else value[-1])
-        return ways_inside, 1 + items
+        ways, steps = _measure(value if name == "ATOMIC_GROUP" else value[-1])
+        return ways, _ITEM + steps
     return MAX_STEPS + 1, 1  # what a group has matched before may be of any length
 
 
 def _measure_repeat(low: int, high: int, repeated: Any, following: Any) -> tuple[int, int]:
-    ways, items = _measure(repeated)
+    ways, steps = _measure(repeated)
     if len(repeated) == 1 and str(repeated[0][0]) in _CHARACTERS:
         before_dot = following is not None and str(following[0]) == "LITERAL" and following[1] == _DOT
         if before_dot and not _takes_dot(*repeated[0]):
-            return 1, 1 + items  # it ends where the next dot is
-        return max(min(high, MAX_NAME) - low + 1, 1), 1 + items
+            return 1, _ITEM + steps  # it ends where the next dot is
+        return max(min(high, MAX_NAME) - low + 1, 1), _ITEM + steps
     total, power = 1, 1
     for _ in range(min(high, max(low, MAX_NAME))):
         power *= ways
         total += power
         if total > MAX_STEPS:
             break
-    return min(total, MAX_STEPS + 1), 1 + items
+    return min(total, MAX_STEPS + 1), (_ROUND if high > 1 else _ITEM) + steps
 
 
 def _excludes(branches: Iterable[Any]) -> bool:

@@ -137,7 +137,7 @@ def test_files_that_change(
         adapted.write("changing", 8, seed=32, folder=f"changing-{how}-{len(settings)}")
     stream = llm.stream(PROMPTS[0], GREEDY, lora_request=lora)
     crowd.check(llm)
-    with pytest.raises(RequestError, match="does not exist" if how == "gone" else "is not the adapter that it was"):
+    with pytest.raises(RequestError, match="does not exist" if how == "gone" else "not what it was when it was added"):
         list(stream)
     crowd.check(llm)
 
