@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagedec.cli import main
+from pagedec.cli.parser import Parser
 from pagedec.cli.serve import add_arguments, recommending
 from pagedec.client import Client
 from pagedec.config import EngineConfig
@@ -245,7 +245,7 @@ def test_an_engine_that_has_failed_for_good_ends_it_with_1(started: Callable[...
 
 
 def configured(tmp_path: Path, text: str, *flags: str) -> EngineConfig:
-    file, parser = tmp_path / "engine.toml", argparse.ArgumentParser()
+    file, parser = tmp_path / "engine.toml", Parser()
     file.write_text(text)
     add_arguments(parser)
     return recommending(parser.parse_args(["--config", str(file), *flags]))
