@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
 from hashlib import blake2b
@@ -103,3 +104,23 @@ def _same_random_numbers() -> None:
         sys.modules["torch"].default_generator.manual_seed(0)  # of the CPU: manual_seed writes stacks for other devices
         if "OMP_NUM_THREADS" in os.environ:  # an engine that was told a number has set it for all that come later
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True)
+def tied_weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    """While transformers loads a model it keeps all others of the process from tying their weights, and two that load
+    in threads may leave it so for good: every GPT-2 is then saved with an output matrix of its own. Whoever was seen
+    first is told of, and later tests are spared."""
+    yield
+    loaded = sys.modules.get("transformers.modeling_utils")
+    if loaded is None:
+        return
+    kind = loaded.PreTrainedModel
+    if kind.tie_weights.__name__ == "tie_weights":
+        TYING[:] = [kind.tie_weights]
+    elif TYING:
+        kind.tie_weights = TYING[0]
+        warnings.warn(f"behind {request.node.nodeid} transformers tied no weights any more", stacklevel=1)
+
+
+TYING: list[object] = []
