@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 
 from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.costs import StepCosts, StepShape, StepTime
@@ -144,15 +145,17 @@ class Steps:
         begun, so nobody loses KV by it."""
         if not self._adapters.files:
             return
-        asked = {request.adapter for request in self._scheduler.requests}
-        for number in asked - self._scheduler.adapters.placed - {0}:
+        scheduler = self._scheduler
+        waiting = (request.adapter for request in scheduler.requests if request.adapter and not request.idle)
+        lacking = dict.fromkeys(number for number in waiting if number not in scheduler.adapters.placed)
+        for number in islice(lacking, scheduler.limits.num_adapter_places):  # more are not loaded in a step
             if (problem := self._adapters.problem(number)) is None:
                 continue
             _log.warning("%s", problem)
-            for request in [own for own in self._scheduler.requests if own.adapter == number]:
+            for request in [own for own in scheduler.requests if own.adapter == number]:
                 failure = RequestError(request.id, f"its adapter cannot be loaded: {problem}")
                 failure.__cause__ = problem
-                self._scheduler.fail(request, failure)
+                scheduler.fail(request, failure)
 
     def _plan_ahead(self, began: float) -> float:
         """Plan the step behind the one that is out, where that can be. It is begun at once where only the step behind
