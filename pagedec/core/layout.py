@@ -299,7 +299,7 @@ class LaneBuilder:
             index = np.arange(num_rows, dtype=np.int32) + (starts - indptr[:-1])[branch_ids]
         block_table, slots = self._slots(branch_ids, index)
         positions, parents = self._trees(index)
-        adapters = np.array(self._adapters, np.int32)
+        has_adapters = max(self._adapters, default=-1) >= 0
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         moves = (NO_INTS, NO_INTS) if pool.offload is None else pool.offload.take_moves()
@@ -315,7 +315,7 @@ class LaneBuilder:
             kv_len=starts + counts,
             block_table=block_table,
             parents=parents,
-            adapters=adapters[branch_ids] if (adapters >= 0).any() else NO_INTS,
+            adapters=np.array(self._adapters, np.int32)[branch_ids] if has_adapters else NO_INTS,
             copy_src=copy_src,
             copy_dst=copy_dst,
             offload_blocks=moves[0],

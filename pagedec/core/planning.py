@@ -78,7 +78,7 @@ class Planner:
         for request in self._turns():
             if self._rows.is_full:
                 break
-            if not self._plan_request(request):
+            if not (self._plan_adapted if request.adapter else self._plan_request)(request):
                 self._plan.is_short = True
                 break
         self._drafting.grant()
@@ -99,24 +99,24 @@ class Planner:
             plan.num_wished, plan.num_granted = weighing.num_wished, weighing.num_granted
         return plan
 
+    def _plan_adapted(self, request: Request) -> bool:
+        """The turn of one whose adapter has a place in it; it takes that if it has rows then."""
+        request.place, num_taken = self._adapters.place_for(request.adapter), self._rows.num_taken
+        has_room = self._plan_request(request)
+        if self._rows.num_taken > num_taken:
+            self._adapters.take(request.adapter)
+        return has_room
+
     def _plan_request(self, request: Request) -> bool:
-        """One request's turn, in which its adapter has a place; it takes that if it has rows then. False: out of
-        blocks."""
-        num_taken = self._rows.num_taken
-        if request.adapter:
-            request.place = self._adapters.place_for(request.adapter)
+        """One request's turn. False: out of blocks."""
         sampler = request.plain
         if sampler is None and self._rests(request):
             sampler = request.decoder.resting_sampler
         if sampler is not None:
-            has_room = self._plan_plain(request, sampler)
-        elif request.decoder.gang:
-            has_room = self._plan_gang(request, self._queries(request))
-        else:
-            has_room = self._plan_queries(request, self._queries(request))
-        if request.adapter and self._rows.num_taken > num_taken:
-            self._adapters.take(request.adapter)
-        return has_room
+            return self._plan_plain(request, sampler)
+        if request.decoder.gang:
+            return self._plan_gang(request, self._queries(request))
+        return self._plan_queries(request, self._queries(request))
 
     # ---- whose turn it is
     def _turns(self) -> Iterator[Request]:
