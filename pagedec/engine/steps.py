@@ -8,13 +8,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 
 from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.costs import StepCosts, StepShape, StepTime
-from pagedec.core.forward import Answers, Rules, asks_draws_alone
+from pagedec.core.forward import Rules, asks_draws_alone
 from pagedec.core.plan import StepPlan
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Event, Request
@@ -24,7 +23,7 @@ from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, DeviceLost, PagedecError, RequestError, WorkersGone, in_one_line, told
-from pagedec.executor.base import Executor, Pending
+from pagedec.executor.base import Executor, Over, Pending
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Flight:
     @property
     def has_failed(self) -> bool:
         """It is known already that there will be no answers."""
-        return isinstance(self.answers, Future) and self.answers.done() and self.answers.exception() is not None
+        return isinstance(self.answers, Over) and self.answers.error is not None
 
 
 class Steps:
@@ -182,8 +181,7 @@ class Steps:
         try:
             flight.answers = self.executor.execute(plan.forwards, flight.rules, plan.masks, flight.adapters)
         except Exception as error:  # it is this step's, whichever is waited for first
-            (failed := Future[Answers]()).set_exception(error)
-            flight.answers = failed
+            flight.answers = Over(error=error)
         if self._target_time is not None:
             given = self.clock()
             flight.giving = given - now

@@ -22,6 +22,21 @@ class Pending(Protocol):
         """Wait for them. Raises what went wrong; KV is then as good as lost. Called once."""
 
 
+class Over:
+    """A step that is over already: its answers, or what went wrong."""
+
+    __slots__ = ("_answers", "error")
+
+    def __init__(self, answers: Answers | None = None, error: Exception | None = None) -> None:
+        self._answers, self.error = answers, error
+
+    def result(self) -> Answers:
+        if self._answers is None:
+            assert self.error is not None
+            raise self.error
+        return self._answers
+
+
 class Executor(Protocol):
     """Carries out steps in the order they are given. Workers own weights, KV and kernels, and no decoding state."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.errors import DeviceLost
-from pagedec.executor.base import NO_ADAPTERS, News, Pending
+from pagedec.executor.base import NO_ADAPTERS, News, Over, Pending
 from pagedec.runtime.worker import Begun, Worker
 
 
@@ -25,7 +23,6 @@ class InlineExecutor:
     def execute(
         self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None, adapters: AdapterFiles = NO_ADAPTERS
     ) -> Pending:
-        future: Future[Answers] = Future()
         try:
             if self.worker is None:
                 raise RuntimeError("the executor is stopped")
@@ -33,13 +30,12 @@ class InlineExecutor:
             step = self._news.step(self._num_steps, forwards, rules, adapters)
             if self.worker.begins(step):
                 return _Begun(self.worker, self.worker.begin(step))
-            future.set_result(self.worker.execute(step, masks))
+            return Over(self.worker.execute(step, masks))
         except Exception as error:  # the engine decides what a failed step means
-            future.set_exception(_failure(error, self.worker))
+            return Over(error=_failure(error, self.worker))
         except BaseException:  # an interrupt: nobody knows what the worker was told
             self._news = News()
             raise
-        return future
 
     @property
     def problem(self) -> str | None:

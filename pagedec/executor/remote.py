@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from pagedec.config import POOL_SIZES, EngineConfig
 from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.errors import MAX_PROBLEM, InvariantError, WorkersGone, cut
-from pagedec.executor.base import NO_ADAPTERS, News, Pending
+from pagedec.executor.base import NO_ADAPTERS, News, Over, Pending
 from pagedec.executor.group import StepRefused, WorkerGroup
 from pagedec.runtime.geometry import Geometry
 
@@ -89,8 +88,7 @@ class RemoteExecutor:
         try:
             return _Told(self, self._begin(forwards, rules, masks, adapters), self._num_steps)
         except Exception as error:  # the engine decides what it means
-            (failed := Future[Answers]()).set_exception(error)
-            return failed
+            return Over(error=error)
 
     def give_up(self) -> None:
         self._given_up.set()

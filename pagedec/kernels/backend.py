@@ -7,7 +7,7 @@ and torch (fallback.py), with one meaning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -222,6 +222,9 @@ class Backend(Protocol):
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         """Put a host array at the beginning of a tensor of its dtype, along its first side."""
+
+    def writer(self, tensor: torch.Tensor) -> Callable[[np.ndarray], None]:
+        """What does so for one tensor, step after step: what can be looked up is looked up once."""
 
     def cache(
         self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int

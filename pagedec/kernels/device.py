@@ -141,9 +141,19 @@ class DeviceBackend(NativeBackend):
         """It is free when nobody keeps it."""
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
-        if tensor.numel() == 1 and tensor.dtype == torch.int32:
-            self._counts[tensor.data_ptr()] = int(array[0])
-        self.memory.write(tensor, array)
+        self.writer(tensor)(array)
+
+    def writer(self, tensor: torch.Tensor) -> Callable[[np.ndarray], None]:
+        write = self.memory.writer(tensor)
+        if tensor.numel() != 1 or tensor.dtype != torch.int32:
+            return write
+        counts, address = self._counts, tensor.data_ptr()
+
+        def count(array: np.ndarray) -> None:
+            counts[address] = int(array[0])
+            write(array)
+
+        return count
 
     def count(self, rows: torch.Tensor) -> int:
         return self._counts[rows.data_ptr()]  # the host knows what it has written

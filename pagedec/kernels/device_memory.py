@@ -110,9 +110,18 @@ class DeviceMemory:
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         """Put an array of its dtype at the beginning of a contiguous tensor."""
-        assert array.flags.c_contiguous and array.nbytes <= tensor.nbytes and array.itemsize == tensor.itemsize
-        if array.size:
-            self._context.write_memory(tensor.data_ptr(), array.ctypes.data, array.nbytes)
+        self.writer(tensor)(array)
+
+    def writer(self, tensor: torch.Tensor) -> Callable[[np.ndarray], None]:
+        """What does so for one tensor."""
+        context, to, room, itemsize = self._context, tensor.data_ptr(), tensor.nbytes, tensor.itemsize
+
+        def write(array: np.ndarray) -> None:
+            assert array.flags.c_contiguous and array.nbytes <= room and array.itemsize == itemsize
+            if array.size:
+                context.write_memory(to, array.ctypes.data, array.nbytes)
+
+        return write
 
     def fill(self, tensor: torch.Tensor, byte: int) -> None:
         """Set every byte of a contiguous tensor."""

@@ -102,10 +102,14 @@ class LateReadOut(HostReadOut):
 
     def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
         draws = self._forward.draws
-        drawn = within(draws["row"], start, start + len(logits), whole)
+        if whole:
+            if len(draws):
+                self._drawn.sample(logits, draws, 0)
+            return np.arange(len(draws))
+        drawn = within(draws["row"], start, start + len(logits), whole=False)
         for run in np.split(drawn, np.flatnonzero(np.diff(drawn) != 1) + 1):
             if len(run):
-                self._drawn.sample(logits, draws if whole else self.of_piece(run, start), int(run[0]))
+                self._drawn.sample(logits, self.of_piece(run, start), int(run[0]))
         return drawn
 
     def later(self) -> Callable[[], LaneAnswers]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,15 @@ class HostBackend(Backend):
             raise MemoryError(f"{num_bytes} bytes are not given ({error})") from error
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
-        tensor.numpy()[: len(array)] = array
+        self.writer(tensor)(array)
+
+    def writer(self, tensor: torch.Tensor) -> Callable[[np.ndarray], None]:
+        values = tensor.numpy()
+
+        def write(array: np.ndarray) -> None:
+            values[: len(array)] = array
+
+        return write
 
     def cache(
         self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int

@@ -17,6 +17,8 @@ from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.kernels.report import Put, RawRows, empty_report
 from pagedec.kernels.row_buffer import RowBuffer
 
+NO_TOPK = np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
+
 
 class HostReadOut:
     """One forward's answers, filled piece by piece."""
@@ -33,9 +35,11 @@ class HostReadOut:
     ) -> None:
         n, k = len(forward.topk_rows), forward.topk_k
         self._backend, self._forward, self._cache, self._rules, self._masks = backend, forward, cache, rules, masks
-        self._draws = np.empty(len(forward.draws), np.int32) if len(forward.draws) else NO_INTS
+        self._draws = NO_INTS
         self._drafted = drafted
-        self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+        self._topk_tokens, self._topk_logprobs = NO_TOPK
+        if n:
+            self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32) if len(forward.logprob_rows) else NO_FLOATS
         self._best = BestRows(backend, forward)
         self._report, self._room = empty_report(forward), room
@@ -51,7 +55,7 @@ class HostReadOut:
         Log-probabilities and reports are of the model's own logits. Only then are logits processed, tokens masked and
         banned, in place, and top k and draws taken.
         """
-        forward, stop = self._forward, start + len(logits)
+        forward, stop = self._forward, start + logits.shape[0]
         whole = start == 0 and stop == len(forward.read_rows)
         raw = None if self._report is None else self._raw_rows(logits, start)
         others = len(forward.topk_rows) > 0 or len(forward.logprob_rows) > 0 or self._changes_logits
@@ -155,6 +159,8 @@ class HostReadOut:
             if len(drawn):
                 self._draws = self._backend.sample(logits, forward.draws)
             return drawn
+        if not len(self._draws):
+            self._draws = np.empty(len(forward.draws), np.int32)
         drawn = within(forward.draws["row"], start, start + len(logits), whole)
         plain = drawn if self._drafted is None else self._verify(logits, start, drawn)
         if len(plain):

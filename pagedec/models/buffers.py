@@ -74,15 +74,15 @@ class AdapterBuffers:
         self.places = backend.zeros((max_rows,), torch.int32)
         self.low = backend.zeros((max_rows * low_width,), torch.float32)
         self.z = backend.zeros((max_rows, 2 * mlp_width), torch.float32)
-        self._write, self._nobody, self._is_used = backend.write, np.full(max_rows, -1, np.int32), True
+        self._write, self._nobody, self._is_used = backend.writer(self.places), np.full(max_rows, -1, np.int32), True
         self.load(NOBODY)
 
     def load(self, places: np.ndarray) -> None:
         """The places of a step's rows; none: no row has one."""
         if len(places):
-            self._write(self.places, places)
+            self._write(places)
         elif self._is_used:
-            self._write(self.places, self._nobody)
+            self._write(self._nobody)
         self._is_used = len(places) > 0
 
     @property
@@ -107,10 +107,13 @@ class StepBuffers:
             return zeros((size,), torch.int32)
 
         heads, width = arch.num_attention_heads + 2 * arch.num_kv_heads, arch.num_attention_heads * arch.head_dim
-        self.max_rows, self._write = max_rows, backend.write
+        self.max_rows = max_rows
         self.num_rows, self.num_read = ints(1), ints(1)
         self.token_ids, self.positions, self.slots = ints(max_rows), ints(max_rows), ints(max_rows)
         self.read_rows = ints(READ_ROWS)
+        self._load = [backend.writer(own) for own in (self.num_rows, self.token_ids, self.positions, self.slots)]
+        self._load_read = [backend.writer(own) for own in (self.num_read, self.read_rows)]
+        self._views: dict[int, torch.Tensor] = {}  # the first rows of the logits: as many in step after step
         self.x = zeros((max_rows, arch.hidden_size), f32)
         self.block = zeros((max_rows if arch.names.has_out_norms else 0, arch.hidden_size), f32)
         self.normed = zeros((max_rows, arch.hidden_size), own)
@@ -133,12 +136,10 @@ class StepBuffers:
         self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, adapters: np.ndarray = NOBODY
     ) -> None:
         """Put a step's rows in place, `adapters` as in `LaneForward`."""
-        n, write = len(token_ids), self._write
+        n = len(token_ids)
         assert n <= self.max_rows, f"{n} rows in a step; at most {self.max_rows} fit"
-        write(self.num_rows, np.array([n], np.int32))
-        write(self.token_ids, token_ids)
-        write(self.positions, positions)
-        write(self.slots, slots)
+        for write, array in zip(self._load, (np.array([n], np.int32), token_ids, positions, slots), strict=True):
+            write(array)
         if self.adapters is not None:
             self.adapters.load(adapters)
 
@@ -150,7 +151,11 @@ class StepBuffers:
 
     def load_read(self, rows: np.ndarray) -> torch.Tensor:
         """Choose the rows to read out; the view of the logits that will hold them."""
-        assert len(rows) <= READ_ROWS
-        self._write(self.num_read, np.array([len(rows)], np.int32))
-        self._write(self.read_rows, rows)
-        return self.logits[: len(rows)]
+        n = len(rows)
+        assert n <= READ_ROWS
+        for write, array in zip(self._load_read, (np.array([n], np.int32), rows), strict=True):
+            write(array)
+        view = self._views.get(n)
+        if view is None:
+            view = self._views[n] = self.logits[:n]
+        return view

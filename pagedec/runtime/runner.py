@@ -58,7 +58,7 @@ class LaneRunner:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
         self._process = os.getpid()
         self._offload = OffloadedBlocks(cache, num_offload_blocks, self.backend) if num_offload_blocks else None
-        known = model.arch.vocab_size
+        known = self._num_known = model.arch.vocab_size
         self.num_drawn = known if vocab_size is None else min(known, vocab_size)
         self._rules = RuleTable(self.backend, known)
         self._adapters = None if model.adapters is None else AdapterLoader(model.adapters)
@@ -164,7 +164,7 @@ class LaneRunner:
             causes = "weights that are no numbers or overflow, or a row read a slot that no row had written"
             raise InvariantError(f"logits are NaN: {causes}")
         self._has_answered = True
-        if self.num_drawn < logits.shape[1]:
+        if self.num_drawn < self._num_known:
             self.backend.restrict(logits, num_drawn=self.num_drawn)
 
     def evaluate(self, forward: LaneForward, is_late: bool = False) -> Iterator[tuple[torch.Tensor, int]]:
@@ -175,8 +175,8 @@ class LaneRunner:
         if self.is_through:
             return
         self.buffers.load(forward.token_ids, forward.positions, forward.slots, forward.adapters)
-        awaited = np.flatnonzero(forward.token_ids < 0)
-        if len(awaited):
+        if forward.token_ids.min() < 0:
+            awaited = np.flatnonzero(forward.token_ids < 0)
             self._drawn.put(self.buffers.token_ids, awaited, -1 - forward.token_ids[awaited])
         for plan in self.plans:
             plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)

@@ -267,7 +267,7 @@ def test_a_fork_has_no_worker(crowded: LLM, expected: list[Tokens]) -> None:
     child = os.fork()
     if not child:
         try:
-            os.write(writing, repr(executor.execute({}, {}).exception()).encode())
+            os.write(writing, repr(executor.execute({}, {}).error).encode())
         finally:
             os._exit(0)
     os.close(writing)
