@@ -21,7 +21,7 @@ constexpr float kTiny = 1e-20f;  // of a sum of weights that are all 0
 
 PD_DEVICE float sigmoid(float x) { return quotient(1.0f, 1.0f + exp_small(-x)); }
 
-// A row's experts: lane, lane + 32, ..., up to kOwn of them.
+// A row's experts: lane, lane + 32, ..., kOwn of them. Keys of those that there are not are above all others.
 template <int kOwn>
 struct Choice {
   const pd_route_args &a;
@@ -31,10 +31,10 @@ struct Choice {
   bool is_number = true;
 
   static PD_DEVICE int lane() { return thread_index() % kWarp; }
+  // Those that there are not, too: a branch around each of 32 has ptxas work for minutes.
   template <class Visit>
   PD_DEVICE void each(const Visit &visit) const {
-    PD_UNROLL for (int j = 0; j < kOwn; j++)
-      if (j * kWarp < a.num_experts) visit(j);
+    PD_UNROLL for (int j = 0; j < kOwn; j++) visit(j);
   }
   PD_DEVICE int count_up_to(uint32_t key) const {
     int count = 0;
@@ -232,12 +232,18 @@ PD_KERNEL(kThreads) combine_kernel(pd_combine_args a) {
   }
 }
 
+// The kernel of the fewest experts a lane.
+template <int kOwn>
+auto choose_of(int num_experts) {
+  if constexpr (kOwn * kWarp < PD_MAX_EXPERTS)
+    if (num_experts > kOwn * kWarp) return choose_of<2 * kOwn>(num_experts);
+  return choose_kernel<kOwn>;
+}
+
 }  // namespace
 
 int enqueue_route(pd_context &c, const pd_route_args &a) {
-  const auto of_many = a.num_experts <= 8 * kWarp ? choose_kernel<8> : choose_kernel<PD_MAX_EXPERTS / kWarp>;
-  const auto choose = a.num_experts <= 4 * kWarp ? choose_kernel<4> : of_many;
-  if (launch_early(c, "pd_route", choose, grid_of_rows(c, kThreads), a)) return -1;
+  if (launch_early(c, "pd_route", choose_of<1>(a.num_experts), grid_of_rows(c, kThreads), a)) return -1;
   return launch_early(c, "pd_route", order_kernel, Grid(kThreads, kOrderBlocks), a);
 }
 int enqueue_combine(pd_context &c, const pd_combine_args &a) {
