@@ -277,7 +277,8 @@ def render_chat(
     so that the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools`
     are JSON schemas, or functions with types and a docstring. `template_kwargs` are further variables of the template.
     A message's content is text or a list of text parts; where a template knows no parts they are joined by line ends.
-    What is None in a message is not there for it. The `arguments` of a call are JSON, as text or as an object, and
+    What is None in a message is not there for it; content beside calls or thoughts is null or empty where a template
+    cannot do without. The `arguments` of a call are JSON, as text or as an object, and
     become what the template expects (see `CallForm`). Tools and documents of which the template shows nothing give an
     `UnusedWarning`, once in a process.
 

@@ -17,7 +17,8 @@ CALL_ID = "0f5c1a000"
 """Of nine letters and digits: Mistral's templates refuse others."""
 ARGUMENTS = {MARK: f"{MARK}."}
 AS_TEXT = json.dumps(ARGUMENTS, separators=(",", ":"))
-WITHOUT_CONTENT: tuple[Mapping[str, Any], ...] = ({}, {"content": None}, {"content": ""})
+EMPTY: Mapping[str, Any] = {"content": ""}
+WITHOUT_CONTENT: tuple[Mapping[str, Any], ...] = ({}, {"content": None}, EMPTY)
 """Ways to say that a message has none: templates fail with some, or write "None", or begin a part of nothing."""
 
 Names = tuple[tuple[str, str], ...]
@@ -65,27 +66,40 @@ def reads_parts(text: str, names: Names) -> bool:
 @functools.lru_cache(maxsize=64)
 def call_form(text: str, names: Names) -> CallForm:
     """The first form in which a template shows a call, an object rather than text. It must not write what Python calls
-    a value, as of objects where text belongs; others fail there."""
-    for without_content in WITHOUT_CONTENT:
+    a value, as of objects where text belongs; others fail there. Where it shows none, it need but go on behind one."""
+    for said in WITHOUT_CONTENT:
         for as_text in (False, True):
             arguments = AS_TEXT if as_text else ARGUMENTS
-            shown = _shown(text, names, _calling(arguments, without_content))
+            shown, empty = (_shown(text, names, _calling(arguments, own)) for own in (said, EMPTY))
             is_found, python = (AS_TEXT in shown, repr(AS_TEXT)) if as_text else (MARK in shown, repr(ARGUMENTS))
-            if is_found and python not in shown and not ("content" in without_content and "None" in shown):
+            if is_found and python not in shown and not _writes_none(shown, said, empty):
                 both = {"content": "a", "thinking": "b", "reasoning_content": "b"}
-                return CallForm(as_text, without_content, MARK in _shown(text, names, _calling(arguments, both)))
-    return CallForm()
+                return CallForm(as_text, said, MARK in _shown(text, names, _calling(arguments, both)))
+    return CallForm(without_content=_going_on(text, names, _calling({}, {})[-1]))
 
 
 @functools.lru_cache(maxsize=64)
 def without_content(text: str, names: Names) -> Mapping[str, Any]:
-    """What an answer has in place of content that is nothing but thoughts: the first with which a template goes on."""
+    """What an answer has in place of content that is nothing but thoughts."""
+    return _going_on(text, names, {"role": "assistant", "thinking": "b", "reasoning_content": "b"})
+
+
+def _going_on(text: str, names: Names, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an answer has in place of content: the first with which a template goes on behind it."""
+
+    def shown(said: Mapping[str, Any]) -> str:
+        user, other = {"role": "user", "content": "a"}, {"role": "user", "content": MARK}
+        return _shown(text, names, [user, {**answer, **said}, other])
+
     for said in WITHOUT_CONTENT:
-        answer = {"role": "assistant", **said, "thinking": "b", "reasoning_content": "b"}
-        shown = _shown(text, names, [{"role": "user", "content": "a"}, answer, {"role": "user", "content": MARK}])
-        if MARK in shown and not ("content" in said and "None" in shown):
+        if MARK in (made := shown(said)) and not _writes_none(made, said, shown(EMPTY)):
             return said
     return {}
+
+
+def _writes_none(shown: str, said: Mapping[str, Any], empty: str) -> bool:
+    """Whether a template writes what Python calls nothing more often than where content is an `empty` text."""
+    return bool(said or empty) and shown.count("None") > empty.count("None")
 
 
 def _calling(arguments: Any, said: Mapping[str, Any]) -> list[dict[str, Any]]:

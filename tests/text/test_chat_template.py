@@ -168,7 +168,7 @@ def refused(make: Callable[[], str]) -> InvalidArgument:
         ("GEMMA", [HELLO], 0, "refuses it: Conversation roles must alternate"),
         ("MISTRAL", [SYSTEM, HI, HELLO, HELLO], 3, "refuses it: After the optional system message"),
         ("MISTRAL", [HI, {"role": "tool", "content": "x"}], 1, "refuses it: Only user and assistant roles"),
-        ("CHATML", [HI, HELLO, CALL, HI], 2, "fails with it: UndefinedError"),
+        ("{{ messages[2]['content'] + messages[2]['nothing'] }}", [HI, HELLO, CALL, HI], 2, "fails with it: Undef"),
         ("{{ messages[2].role + nothing }}", [HI, HELLO], 0, "fails with it: UndefinedError"),
     ],
 )

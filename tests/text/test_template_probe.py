@@ -89,7 +89,37 @@ def test_text_goes_through_a_conversation_as_it_came(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("name", ["CHATML", "GEMMA", "{{ nothing.at.all }}", "{{ messages[5].role.x }}", "a"])
 def test_a_template_that_shows_no_calls_gets_objects(name: str) -> None:
-    assert call_form(getattr(templates, name, name), ()) == CallForm()
+    form = CallForm(without_content={"content": ""}) if name == "CHATML" else CallForm()
+    assert call_form(getattr(templates, name, name), ()) == form
+
+
+EACH = "{% for m in messages %}[CONTENT]{% endfor %}"
+
+
+@pytest.mark.parametrize("with_calls", [True, False])
+@pytest.mark.parametrize(
+    ("content", "want"),
+    [
+        ("{{ 'x' + m['content'] }}", "x"),
+        ("{{ m['content'] }}", ""),
+        ("{{ m.get('content') }}", ""),
+        ("{{ tools }}{{ m.get('content') }}", "None"),
+        ("{{ 'none' if m['content'] is none else m['content'] }}", ""),
+        ("{{ m['content'] if m.content is defined else 'missing' }}", "missing"),
+        ("{{ 'none' if m['content'] is none else 'x' + m['content'] }}", "none"),
+        ("{{ m['content'] | trim if m['content'] is not none else 'none' }}", ""),
+        ("{{ m['content'].strip() if m['content'] else raise_exception('x') if m['content'] == '' else '' }}", ""),
+    ],
+)
+def test_a_call_without_content(tmp_path: Path, content: str, want: str, with_calls: bool) -> None:
+    """It is missing, null, or an empty text, whichever comes first with which a template neither fails nor writes
+    None; of templates that show calls and of those that do not."""
+    template = EACH.replace("CONTENT", content + "{{ m.tool_calls[0].function.arguments if m.tool_calls else '' }}")
+    template = template if with_calls else EACH.replace("CONTENT", content)
+    messages = [HI, calling({"a": 1}), {"role": "user", "content": "b"}]
+    told = render_chat(made(tmp_path, template), messages, add_generation_prompt=False)
+    before, said, behind = told.split("][")
+    assert HI["content"] in before and said == want + with_calls * '{"a": 1}' and behind.endswith("b]")
 
 
 def test_a_template_with_special_tokens_is_asked_with_them(tmp_path: Path) -> None:
