@@ -22,7 +22,8 @@ import torch
 from common import Timing, heading, interleave, ratio, table, wait_for_huge_pages
 from small_weights import packed_weights, prompts_of
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, LoRARequest, SamplingParams
+from pagedec.core.adapter_places import Adapter
 from pagedec.models.adapters import targets
 from tests.formats.lora_files import write_lora
 
@@ -44,7 +45,8 @@ class Engine:
 
     def __init__(self, form: str, model: dict[str, Any], places: int, rank: int, longest: int) -> None:
         own = {} if form == "none" else {"enable_lora": True, "max_loras": places, "max_lora_rank": rank}
-        self.form, self.count, self.adapters = form, 0, [0]
+        self.form, self.count = form, 0
+        self.adapters: list[Adapter | None] = [None]
         self.llm = LLM(**model, dtype="bfloat16", max_model_len=longest, enable_prefix_caching=False, **own)
         self.engine = self.llm.engine
         self.runner = self.engine.executor.worker.lanes["target"]  # type: ignore[attr-defined]
@@ -52,7 +54,8 @@ class Engine:
 
     def take(self, folders: list[Path]) -> None:
         """Have these adapters, of which rows get one after the other."""
-        self.adapters = [self.engine.adapters.add(folder.name, str(folder)).number for folder in folders]
+        named = [LoRARequest(folder.name, i, str(folder)) for i, folder in enumerate(folders, 1)]
+        self.adapters = [self.engine.adapters.read(lora) for lora in named]
 
     def add(self, prompts: list[list[int]], max_tokens: int) -> None:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)

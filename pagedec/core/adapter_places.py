@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from pagedec.core.forward import NO_INTS
+from pagedec.lora.request import LoRARequest
 
 
 class AdapterFile(NamedTuple):
@@ -19,6 +21,28 @@ class AdapterFile(NamedTuple):
 
 AdapterFiles: TypeAlias = Mapping[int, AdapterFile]
 """Of all adapters that running requests may name, by the number that a forward names them by."""
+Stamps: TypeAlias = tuple[tuple[str, int, int, int], ...]
+"""Names of files, with what tells whether they are still the same: inode, bytes, nanoseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One whose files were read: whoever has it goes through it, whatever has become of its name."""
+
+    request: LoRARequest
+    """What it was first asked for by."""
+    number: int
+    """Of these files alone, as forwards have it; above 0."""
+    file: AdapterFile
+    seen: Stamps = ()
+    """Its files when they were last found to be these."""
+
+
+def salted(adapter: Adapter | None, salt: str) -> str:
+    """The salt under which what an adapter has computed is found: only by the same one's requests."""
+    if adapter is None and not salt.startswith("\0"):
+        return salt
+    return f"\0{'' if adapter is None else adapter.file.digest}\0{salt}"
 
 
 class AdapterPlaces:

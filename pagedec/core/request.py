@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagedec.core.acceptance import Acceptance
-from pagedec.core.adapter_places import AdapterFile
+from pagedec.core.adapter_places import Adapter
 from pagedec.core.constraint import Constraint
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
@@ -135,10 +135,10 @@ class Request:
     Nothing behind it is looked up in the prefix cache."""
     seed: int = 0
     """What names its randomness."""
+    lora: Adapter | None = None
+    """The low-rank adapter that its rows go through, ..."""
     adapter: int = 0
-    """The low-rank adapter that its rows go through; 0: none."""
-    adapter_file: AdapterFile | None = None
-    """Where it is."""
+    """... and its number; 0: none."""
     place: int = -1
     """Of its adapter, in the step that is planned; -1: it has none."""
     resume: Resume | None = None

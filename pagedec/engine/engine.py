@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
+from pagedec.core.adapter_places import Adapter, salted
 from pagedec.core.limits import check_token_ids
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.parked import Call
@@ -133,17 +134,16 @@ class Engine:
         home: Call | None = None,
         resume: Resume | None = None,
         options: Options | None = None,
-        adapter: int = 0,
+        adapter: Adapter | None = None,
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. Any thread may call it, several at the same
         time where all but one of them bring a seed: those without are numbered, which names their randomness.
 
         `params` is of a registered decoder's parameter type, and kept. Lower `priority` runs earlier; prefix cache
-        blocks are shared only under the same `cache_salt`, and `adapter`: the number of the one that it goes through.
+        blocks are shared only under the same `cache_salt`, and `adapter`: the one that it goes through.
         With a `home` it goes out from that parked branch, whose tokens are the `prompt`. With `resume` its answers go
         on where that says, if its decoder `resumes`, else begin anew. `options`: of the same parameters. Raises
-        `InvalidArgument` for what could not run alone, `NotFound` for an adapter that there is not, and for parameters
-        that no decoder has registered.
+        `InvalidArgument` for what could not run alone, `NotFound` for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
@@ -161,7 +161,7 @@ class Engine:
             options.stopping,
             limit,
             priority=priority,
-            salt=self.adapters.salted(adapter, cache_salt),
+            salt=salted(adapter, cache_salt),
             eos_token_ids=limits.eos_token_ids,
             rules=options.rules,
             reporting=options.reporting,
@@ -169,7 +169,7 @@ class Engine:
             home=home,
         )
         request.limited_by, request.max_time, request.seed = limited_by, params.max_time, seeded.seed or 0
-        request.adapter, request.adapter_file = adapter, self.adapters.file(adapter)
+        request.lora, request.adapter = adapter, 0 if adapter is None else adapter.number
         if resume is not None:
             reports = options.reporting.num_logprobs is not None
             check_resume(resume, params.num_answers, limit - len(prompt), limits.vocab_size, reports)
@@ -195,8 +195,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
         self.scheduler.add(request)
-        if request.adapter_file is not None:
-            self.adapters.hold(request.adapter, request.adapter_file)
+        self.adapters.hold(request.lora)
         self._arrived[request] = now = self.clock()
         if request.max_time is not None:
             self._deadlines[request] = now + request.max_time
@@ -334,7 +333,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self._arrived.pop(request, None) is not None:
             self.stats.ended.add(request)
-            self.adapters.release(request.adapter)
+            self.adapters.release(request.lora)
         self.steps.begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)

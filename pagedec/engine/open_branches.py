@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from pagedec.core.adapter_places import Adapter
 from pagedec.core.history import History
 from pagedec.core.parked import Call, Parked, Parking
 
@@ -44,8 +46,8 @@ class Owner:
     priority: int
     ttl: float | None
     prompt_length: int
-    adapter: int = 0
-    """The number of the one that its calls go through; 0: none."""
+    adapter: Adapter | None = None
+    """Which its calls go through."""
     branches: dict[str, OpenBranch] = field(default_factory=dict)
     """By name, in the order in which they were made."""
     last_used: float = 0.0
@@ -62,6 +64,11 @@ class Owner:
     """... how many tokens were, of those that are still in it and that nobody can have come back to, ..."""
     num_loose: int = 0
     """... and how many at most have died since."""
+
+    @property
+    def expiry(self) -> float:
+        """When it is closed if nobody uses it before."""
+        return math.inf if self.ttl is None else self.last_used + self.ttl
 
     @property
     def tips(self) -> list[int]:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from pagedec.core.adapter_places import Adapter, salted
 from pagedec.core.history import History
 from pagedec.core.logprobs import answer_reports
 from pagedec.core.parked import Parked, Parking
@@ -47,7 +48,7 @@ class Sessions:
 
     # ---- what a client does
     def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int,
-             ttl: float | None, adapter: int = 0) -> OpenBranch:  # fmt: skip
+             ttl: float | None, adapter: Adapter | None = None) -> OpenBranch:  # fmt: skip
         """A new session with one branch. Raises `InvalidArgument` for a prompt that could not be gone on with, and
         `SessionLimit`."""
         self.tidy(engine)
@@ -57,10 +58,11 @@ class Sessions:
         engine.check_tokens("prompt", tokens)
         self._check_branches(None, 1)
         self._check_size(None, len(tokens))
-        history, tip = History.of(self._block_size, engine.adapters.held(adapter, salt), tokens)
+        history, tip = History.of(self._block_size, salted(adapter, salt), tokens)
         ttl = self.limits.session_ttl if ttl is None else ttl
         owner = Owner(history, seed, salt, priority, ttl, len(tokens), adapter)
         self.owners[owner] = None
+        engine.adapters.hold(adapter)
         branch = self._named(owner, ROOT, (history, tip), self._new_tables())
         self._used(owner)
         return branch
@@ -264,10 +266,10 @@ class Sessions:
         if self._next_expiry == math.inf or (now := self._clock()) < self._next_expiry:
             return
         for owner in list(self.owners):
-            if owner.ttl is not None and not owner.num_calls and owner.last_used + owner.ttl <= now:
+            if not owner.num_calls and owner.expiry <= now:
                 for branch in list(owner.branches.values()):
                     self.close(engine, branch, f"was given up: its session was not used for {owner.ttl:g} seconds")
-        self._next_expiry = min(map(_expiry, self.owners), default=math.inf)
+        self._next_expiry = min((owner.expiry for owner in self.owners), default=math.inf)
 
     # ---- inside
     def _count(self, owner: Owner, call: OpenCall, sign: int) -> None:
@@ -326,8 +328,7 @@ class Sessions:
     def _used(self, owner: Owner) -> None:
         """Something has happened to a session."""
         owner.last_used = self._clock()
-        if owner.ttl is not None:
-            self._next_expiry = min(self._next_expiry, owner.last_used + owner.ttl)
+        self._next_expiry = min(self._next_expiry, owner.expiry)
         size = len(owner.history)
         if size >= 2 * owner.size_before or 2 * owner.num_loose > size > FEW_TOKENS:
             self._bury(owner)
@@ -394,7 +395,3 @@ class Sessions:
         self._check_limit("max_session_tokens", owner, have, count, "a session may hold")
         have = self.num_tokens + self._num_promised
         self._check_limit("max_parked_tokens", owner, have, count, "all sessions together may hold")
-
-
-def _expiry(owner: Owner) -> float:
-    return math.inf if owner.ttl is None else owner.last_used + owner.ttl

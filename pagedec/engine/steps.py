@@ -145,13 +145,13 @@ class Steps:
         if not self._adapters.files:
             return
         scheduler = self._scheduler
-        waiting = (request.adapter for request in scheduler.requests if request.adapter and not request.idle)
-        lacking = dict.fromkeys(number for number in waiting if number not in scheduler.adapters.placed)
-        for number in islice(lacking, scheduler.limits.num_adapter_places):  # more are not loaded in a step
-            if (problem := self._adapters.problem(number)) is None:
+        waiting = (request.lora for request in scheduler.requests if request.lora is not None and not request.idle)
+        lacking = dict.fromkeys(lora for lora in waiting if lora.number not in scheduler.adapters.placed)
+        for lora in islice(lacking, scheduler.limits.num_adapter_places):  # more are not loaded in a step
+            if (problem := self._adapters.problem(lora)) is None:
                 continue
             _log.warning("%s", problem)
-            for request in [own for own in scheduler.requests if own.adapter == number]:
+            for request in [own for own in scheduler.requests if own.lora is lora]:
                 failure = RequestError(request.id, f"its adapter cannot be loaded: {problem}")
                 failure.__cause__ = problem
                 scheduler.fail(request, failure)

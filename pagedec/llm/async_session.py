@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Seque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
+from pagedec.core.adapter_places import Adapter
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, closing
@@ -262,7 +263,7 @@ class Opening:
     """A session that is about to be opened: to be awaited, or entered with `async with`."""
 
     def __init__(
-        self, front: AsyncLLM, opening: Callable[[Engine, int], OpenBranch], turns: Turns, num_tokens: int,
+        self, front: AsyncLLM, opening: Callable[[Engine, Adapter | None], OpenBranch], turns: Turns, num_tokens: int,
         lora: LoRARequest | None,
     ) -> None:  # fmt: skip
         """`num_tokens`: of its prompt."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from pagedec.blame import of_params
 from pagedec.build import load_engine
 from pagedec.config import EngineConfig
+from pagedec.core.adapter_places import Adapter
 from pagedec.core.resuming import Resume
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
@@ -233,7 +234,7 @@ class Front:
         return text, token_ids if keep is None else token_ids[-keep:], salt
 
     def _admitted(
-        self, i: int, job: Job, priority: int, salt: str, resume: Resume | None, called: str, adapter: int
+        self, i: int, job: Job, priority: int, salt: str, resume: Resume | None, called: str, adapter: Adapter | None
     ) -> Prepared:
         """`called`: what the parameters are, of a list; "" of what all prompts share."""
         params, token_ids = job.params, job.token_ids
@@ -254,8 +255,8 @@ class Front:
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,
         ttl: float | None, template: Mapping[str, Any],
-    ) -> tuple[Callable[[Engine, int], OpenBranch], Turns, int]:  # fmt: skip
-        """What opens a session with an adapter of the engine's, for the loop, and how many tokens it begins with."""
+    ) -> tuple[Callable[[Engine, Adapter | None], OpenBranch], Turns, int]:  # fmt: skip
+        """What opens a session with an adapter, for the loop, and how many tokens it begins with."""
         self.loop.require_open()
         if (prompt is None) == (messages is None):
             raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
@@ -276,7 +277,7 @@ class Front:
         with self._admitting:
             name = self.engine.draw_seed() if given is None else given
 
-        def opening(engine: Engine, adapter: int) -> OpenBranch:
+        def opening(engine: Engine, adapter: Adapter | None) -> OpenBranch:
             return engine.sessions.open(engine, token_ids, name, own, order, seconds, adapter)
 
         return opening, turns, len(token_ids)
@@ -285,7 +286,8 @@ class Front:
         self.loop.require_open()
         if not isinstance(lora_request, LoRARequest):
             raise InvalidArgument("lora_request", lora_request, "must be a LoRARequest")
-        return self.loras.confirm(lora_request) > 0
+        self.loras.add(lora_request)
+        return True
 
     # ---- the end
     def close(self) -> None:

@@ -35,8 +35,8 @@ class Going(Generic[B]):
         """`waits`: what it ends with is kept when it was read to its end (`read`). `name`: of the request. `options`:
         what the engine makes of `params`."""
         front = handle._front
-        lora = front.loras.of(handle._owner.adapter)
-        job = Job(_named(handle, name), None, [], params, lora)
+        adapter = handle._owner.adapter
+        job = Job(_named(handle, name), None, [], params, None if adapter is None else adapter.request)
         self.handle, self.keep, self.waits, self.stream = handle, keep, waits, Stream(job, front.writer)
         self._options = options
         self._calls: list[OpenCall] = []

@@ -15,7 +15,7 @@ from pagedec.core.resuming import Resume
 from pagedec.errors import EngineClosed, GivenUp, InvalidArgument, ModelFileError
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.front import renamed
-from pagedec.llm.loras import HeldLora
+from pagedec.llm.loras import KnownLora
 from pagedec.llm.prompts import read_prompt as prompt_of
 from pagedec.llm.slow import LONG_PROMPT
 from pagedec.outputs import CompletionOutput, RequestOutput
@@ -155,12 +155,9 @@ class Gateway:
         """Raise `NotFound` for what is not served."""
         self.models.check(name)
 
-    @contextlib.contextmanager
-    def chosen(self, name: str) -> Iterator[HeldLora | None]:
+    def chosen(self, name: str) -> KnownLora | None:
         """The adapter that a request's model is; None: it is the base model. See `ServedModels.chosen`."""
-        self.check_model(name)
-        with self.models.chosen(name) as lora:
-            yield lora
+        return self.models.chosen(name)
 
     def interval(self, request: Any) -> int:
         """Tokens that make a message of a stream that is asked for."""

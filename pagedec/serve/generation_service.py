@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.llm.loras import HeldLora
+from pagedec.llm.loras import KnownLora
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_response, is_large
@@ -41,10 +41,9 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The answers of one prompt as they grow."""
         await echo(request.client_request_id)
-        with self._gateway.chosen(request.model) as lora:
-            async with contextlib.aclosing(self._streamed(request, lora)) as messages:
-                async for message in messages:
-                    yield message
+        async with contextlib.aclosing(self._streamed(request, self._gateway.chosen(request.model))) as messages:
+            async for message in messages:
+                yield message
 
     async def GenerateBatch(
         self, request_iterator: AsyncIterator[pb.GenerateBatchRequest], context: Any
@@ -77,7 +76,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         yield made
 
     async def _streamed(
-        self, request: pb.GenerateStreamRequest, lora: HeldLora | None
+        self, request: pb.GenerateStreamRequest, lora: KnownLora | None
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         order = await self._read(request, RequestOutputKind.DELTA, self._gateway.interval(request), lora)
         own, resume = fingerprint_of(self._gateway.llm, lora), None
@@ -97,15 +96,14 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
                 yield message
 
     async def _generated(self, request: pb.GenerateRequest, queueing: Queueing | None = None) -> pb.GenerateResponse:
-        with self._gateway.chosen(request.model) as lora:
-            order = await self._read(request, RequestOutputKind.FINAL_ONLY, None, lora)
-            async with contextlib.aclosing(self._outputs(request, order, queueing=queueing)) as outputs:
-                output = [output async for output in outputs][-1]
-            if is_large(output):
-                return await asyncio.to_thread(as_response, output, _written(request, output))
-            return as_response(output, _written(request, output))
+        order = await self._read(request, RequestOutputKind.FINAL_ONLY, None, self._gateway.chosen(request.model))
+        async with contextlib.aclosing(self._outputs(request, order, queueing=queueing)) as outputs:
+            output = [output async for output in outputs][-1]
+        if is_large(output):
+            return await asyncio.to_thread(as_response, output, _written(request, output))
+        return as_response(output, _written(request, output))
 
-    async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None, lora: HeldLora | None) -> Order:
+    async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None, lora: KnownLora | None) -> Order:
         given = request.parameters, self._gateway.limits, kind, interval, _is_chat(request)
         order = await self._gateway.preparing.read(request.parameters, lambda: read_order(*given))
         return dataclasses.replace(order, lora=lora)

@@ -7,17 +7,17 @@ import dataclasses
 from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.llm.async_llm import AsyncLLM
-from pagedec.llm.loras import HeldLora
+from pagedec.llm.loras import KnownLora
 from pagedec.params import SamplingParams
 from pagedec.serve.orders import Limits, Order, read_ids
 from pagedec.serve.statuses import Refusal
 from pagedec.v1 import generation_service_pb2 as pb
 
 
-def fingerprint_of(llm: AsyncLLM, lora: HeldLora | None = None) -> pb.Fingerprint:
+def fingerprint_of(llm: AsyncLLM, lora: KnownLora | None = None) -> pb.Fingerprint:
     """By what clients tell whether two servers give the same tokens."""
     geometry = llm.engine.executor.geometry
-    model = geometry.model if lora is None else f"{geometry.model}+{lora.digest}"
+    model = geometry.model if lora is None else f"{geometry.model}+{lora.adapter.file.digest}"
     return pb.Fingerprint(model=model, numerics=geometry.numerics)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from pagedec import environment
 from pagedec.errors import InvalidArgument, Shown
-from pagedec.lora.request import LoRARequest
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.calls import RPC, failure
@@ -99,15 +98,7 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
     async def _answered(
         self, request: pb.ModelInferRequest, given: Mapping[str, Any]
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        with self._gateway.chosen(request.model_name) as lora:
-            async with contextlib.aclosing(self._through(request, given, lora)) as responses:
-                async for response in responses:
-                    yield response
-
-    async def _through(
-        self, request: pb.ModelInferRequest, given: Mapping[str, Any], lora: LoRARequest | None
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        gateway, streams = self._gateway, bool(given.get("stream"))
+        gateway, streams, lora = self._gateway, bool(given.get("stream")), self._gateway.chosen(request.model_name)
         repeats = not given.get("exclude_input_in_output", streams)
         if repeats and streams:
             limit = "must be true where stream is: the prompt cannot stand before each piece"

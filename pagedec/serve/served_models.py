@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from pagedec.errors import InvalidArgument, ModelFileError, NotFound, Shown
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.front import renamed
-from pagedec.llm.loras import HeldLora, Loras
+from pagedec.llm.loras import KnownLora, Loras
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 
@@ -43,15 +42,11 @@ class ServedModels:
         if name and name not in (names := self.names):
             raise NotFound("model", name, f"known are {', '.join(names)}")
 
-    @contextlib.contextmanager
-    def chosen(self, name: str) -> Iterator[HeldLora | None]:
-        """The adapter of this name; None: it is the base model. Until this is left, a request of it may wait, and goes
-        through it, also where it is unloaded meanwhile. Raises `NotFound`."""
-        if name in ("", self.base):
-            yield None
-            return
-        with self._loras.holding(name) as lora:
-            yield lora
+    def chosen(self, name: str) -> KnownLora | None:
+        """The adapter of this name; None: it is the base model. Who has it goes through it, also where it is unloaded
+        meanwhile. Raises `NotFound`."""
+        self.check(name)
+        return None if name in ("", self.base) else self._loras.named(name)
 
     def load(self, name: str, path: str) -> None:
         """Let requests name an adapter. Takes as long as its files. Raises `InvalidArgument` about name or path, and

@@ -13,7 +13,6 @@ from pagedec.decoders.scoring import ScoreParams
 from pagedec.errors import InvalidArgument, Shown, counted
 from pagedec.llm import AsyncSessionBranch
 from pagedec.llm.front import renamed
-from pagedec.lora.request import LoRARequest
 from pagedec.messages import as_duration, seconds_of
 from pagedec.outputs import Mark, SessionBlocks
 from pagedec.params import RequestOutputKind, RequestParams
@@ -56,11 +55,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         """A new session with one branch."""
-        with self._gateway.chosen(request.model) as lora:
-            return await self._opened(request, lora)
-
-    async def _opened(self, request: pb.OpenSessionRequest, lora: LoRARequest | None) -> pb.OpenSessionResponse:
-        gateway, client = self._gateway, RPC.get().client
+        gateway, client, lora = self._gateway, RPC.get().client, self._gateway.chosen(request.model)
         gateway.require_serving()
         ttl = self._leases.ttl(seconds_of(request.ttl) if request.HasField("ttl") else None)
         given = await self._gateway.preparing.read(request.prompt, lambda: _beginning(request.prompt, gateway.limits))

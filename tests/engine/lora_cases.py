@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, LoRARequest, SamplingParams
+from pagedec.core.adapter_places import Adapter
 from pagedec.core.request import Failed
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.models.architecture import Architecture
@@ -76,10 +77,18 @@ def tokens_of(model: Any, given: Sequence[Sequence[int]]) -> list[list[int]]:
     return found
 
 
-def ask(engine: Engine, asked: Sequence[tuple[int, Sequence[int], SamplingParams]]) -> list[Any]:
-    """The answers to prompts, each through the adapter of a number, all in one batch: FinishedRequest or the error."""
-    for i, (number, prompt, params) in enumerate(asked):
-        engine.add(engine.admit(f"asked-{i}", list(prompt), params, adapter=number))
+Asked = Sequence[tuple[Adapter | None, Sequence[int], SamplingParams]]
+
+
+def read(llm: LLM, path: str) -> Adapter:
+    """The adapter at a path, for an engine's requests."""
+    return llm.engine.adapters.read(LoRARequest("some", 1, path))
+
+
+def ask(engine: Engine, asked: Asked) -> list[Any]:
+    """The answers to prompts, each through its adapter, all in one batch: FinishedRequest or the error."""
+    for i, (own, prompt, params) in enumerate(asked):
+        engine.add(engine.admit(f"asked-{i}", list(prompt), params, adapter=own))
     found: dict[str, Any] = {}
     while len(found) < len(asked):
         for event in engine.step():
@@ -91,6 +100,6 @@ def ask(engine: Engine, asked: Sequence[tuple[int, Sequence[int], SamplingParams
     return [found[f"asked-{i}"] for i in range(len(asked))]
 
 
-def answered(engine: Engine, asked: Sequence[tuple[int, Sequence[int], SamplingParams]]) -> list[list[int]]:
+def answered(engine: Engine, asked: Asked) -> list[list[int]]:
     """The tokens of their first answers."""
     return [list(event.answers[0].token_ids) for event in ask(engine, asked)]

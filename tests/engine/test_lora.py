@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from pagedec import LLM, SamplingParams
+from pagedec.core.adapter_places import Adapter
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError
 from pagedec.models.adapters import check_adapter, read_adapter
 from pagedec.models.families.gemma3 import TEXT_IN_IMAGE_MODEL
 from pagedec.runtime.memory import Memory
 from tests.engine.deaths import executor_of
-from tests.engine.lora_cases import PLAIN, adapter, answered, arch_of, ask, merged, prompts, tokens_of
+from tests.engine.lora_cases import PLAIN, adapter, answered, arch_of, ask, merged, prompts, read, tokens_of
 from tests.formats.lora_files import write_lora
 from tests.kernels import cuda_library
 from tests.models.checkpoints import GEMMA3_ROPE, GRANITE, Variant, make_checkpoint, variant
@@ -50,15 +51,15 @@ class Model:
     adapters: list[str]
     want: list[list[list[int]]]
 
-    def numbers(self, llm: LLM) -> list[int]:
-        """Of the adapters, added to an engine, behind that of none."""
-        return [0, *(llm.engine.adapters.add(f"adapter {i}", path).number for i, path in enumerate(self.adapters))]
+    def choices(self, llm: LLM) -> list[Adapter | None]:
+        """None, and the adapters, read for an engine."""
+        return [None, *(read(llm, path) for path in self.adapters)]
 
     def all_answers(self, llm: LLM) -> list[list[list[int]]]:
         """Of all prompts through all adapters, in one batch."""
-        given, numbers = prompts(), self.numbers(llm)
-        found = answered(llm.engine, [(number, prompt, PLAIN) for prompt in given for number in numbers])
-        return [found[i :: len(numbers)] for i in range(len(numbers))]
+        given, choices = prompts(), self.choices(llm)
+        found = answered(llm.engine, [(own, prompt, PLAIN) for prompt in given for own in choices])
+        return [found[i :: len(choices)] for i in range(len(choices))]
 
 
 def made(chosen: Variant, path: Path) -> Model:
@@ -133,29 +134,29 @@ def test_company_changes_no_bit(llama: Model, engines: Callable[..., LLM], quant
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
     numbers: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
 
-    def told(llm: LLM, which: list[int], through: list[int]) -> list[Any]:
+    def told(llm: LLM, which: list[int], through: list[Adapter | None]) -> list[Any]:
         given = prompts((70, 33, 130))
-        events = ask(llm.engine, [(number, given[i], params) for i, number in zip(which, through, strict=True)])
+        events = ask(llm.engine, [(own, given[i], params) for i, own in zip(which, through, strict=True)])
         return [(event.answers[0].token_ids, event.answers[0].logprobs) for event in events]
 
     crowd = engines(**numbers)
-    none, first, second, third = llama.numbers(crowd)
+    none, first, second, third = llama.choices(crowd)
     together = told(crowd, [0, 1, 2, 0, 1, 2], [none, first, second, third, none, first])
     without = engines(**numbers, enable_lora=False)
-    assert told(without, [0], [0]) == [together[0]] and told(without, [1], [0]) == [together[4]]
+    assert told(without, [0], [None]) == [together[0]] and told(without, [1], [None]) == [together[4]]
     alone = engines(**numbers, max_loras=1, block_size=8)
-    _, first, second, third = llama.numbers(alone)
-    for place, prompt, number in ((1, 1, first), (2, 2, second), (3, 0, third), (5, 2, first)):
-        assert told(alone, [prompt], [number]) == [together[place]]
+    _, first, second, third = llama.choices(alone)
+    for place, prompt, own in ((1, 1, first), (2, 2, second), (3, 0, third), (5, 2, first)):
+        assert told(alone, [prompt], [own]) == [together[place]]
     assert len({str(logprobs) for _, logprobs in together}) == 6
 
 
 def test_the_prefix_cache_knows_whose_blocks_they_are(llama: Model, engines: Callable[..., LLM]) -> None:
     llm, given = engines(), prompts()[2]
-    _, first, second, _ = llama.numbers(llm)
+    _, first, second, _ = llama.choices(llm)
     cached = []
-    for number in (first, second, 0, first, second, 0):
-        [event] = ask(llm.engine, [(number, given, PLAIN)])
+    for own in (first, second, None, first, second, None):
+        [event] = ask(llm.engine, [(own, given, PLAIN)])
         cached.append(event.metrics.num_cached_tokens)
     assert cached == [0, 0, 0, 64, 64, 64]
 
@@ -163,9 +164,9 @@ def test_the_prefix_cache_knows_whose_blocks_they_are(llama: Model, engines: Cal
 def test_an_adapter_of_some_layers_alone(llama: Model, engines: Callable[..., LLM], tmp_path: Path) -> None:
     llm = engines()
     place, pairs = adapter(tmp_path, arch_of(llm), 7, modules=["v_proj", "down_proj"])
-    number = llm.engine.adapters.add("some", place).number
+    own = read(llm, place)
     want = tokens_of(merged(llama.path, pairs), prompts())
-    assert answered(llm.engine, [(number, prompt, PLAIN) for prompt in prompts()]) == want
+    assert answered(llm.engine, [(own, prompt, PLAIN) for prompt in prompts()]) == want
 
 
 def test_a_worker_that_died_is_given_its_adapters_again(llama: Model, engines: Callable[..., LLM]) -> None:
@@ -182,10 +183,10 @@ def test_weights_that_are_no_numbers_are_their_own_requests_fault(
     llm = engines()
     _, pairs = adapter(tmp_path, arch_of(llm), 8)
     broken = {name: (a * torch.nan, b) for name, (a, b) in pairs.items()}
-    bad = llm.engine.adapters.add("bad", str(write_lora(tmp_path / "bad", broken))).number
-    _, first, second, _ = llama.numbers(llm)
+    bad = read(llm, str(write_lora(tmp_path / "bad", broken)))
+    _, first, second, _ = llama.choices(llm)
     given = prompts()[1]
-    asked = [(first, given, PLAIN), (bad, given, PLAIN), (0, given, PLAIN), (second, given, PLAIN)]
+    asked = [(first, given, PLAIN), (bad, given, PLAIN), (None, given, PLAIN), (second, given, PLAIN)]
     events = ask(llm.engine, asked)
     got = [list(event.answers[0].token_ids) for event in events if not isinstance(event, Exception)]
     assert got[0] == llama.want[1][1] and got[-1] == llama.want[2][1] and got[-2] == llama.want[0][1]
@@ -204,8 +205,8 @@ def test_a_file_that_has_changed_fails_who_needs_it(
     """Before anything of it is begun; or where it changes behind that look, as a device that fails."""
     llm, given = engines(max_loras=1), prompts()[1]
     place, _ = adapter(tmp_path, arch_of(llm), 9)
-    changing = llm.engine.adapters.add("changing", place).number
-    _, first, *_ = llama.numbers(llm)
+    changing = read(llm, place)
+    _, first, *_ = llama.choices(llm)
     weights = Path(place) / "adapter_model.safetensors"
     weights.unlink()
     if changes:
@@ -213,8 +214,8 @@ def test_a_file_that_has_changed_fails_who_needs_it(
         weights.write_bytes((Path(other) / "adapter_model.safetensors").read_bytes())
         (Path(place) / "adapter_config.json").write_bytes((Path(other) / "adapter_config.json").read_bytes())
     if not is_seen:
-        monkeypatch.setattr(llm.engine.adapters, "problem", lambda number: None)
-    asked = [(changing, given, PLAIN), (first, given, PLAIN), (changing, given, PLAIN), (0, given, PLAIN)]
+        monkeypatch.setattr(llm.engine.adapters, "problem", lambda adapter: None)
+    asked = [(changing, given, PLAIN), (first, given, PLAIN), (changing, given, PLAIN), (None, given, PLAIN)]
     events = ask(llm.engine, asked)
     problem = "it was when it was added" if changes else "has no adapter_model.safetensors"
     for failed in (events[0], events[2]):
@@ -230,21 +231,21 @@ def test_a_file_that_has_changed_fails_who_needs_it(
 def test_files_that_only_look_changed_are_read_again(llama: Model, engines: Callable[..., LLM], tmp_path: Path) -> None:
     llm, given = engines(max_loras=1), prompts()[0]
     place, pairs = adapter(tmp_path, arch_of(llm), 9)
-    number = llm.engine.adapters.add("touched", place).number
+    touched = read(llm, place)
     want = tokens_of(merged(llama.path, pairs), [given])
     for name in os.listdir(place):
         os.utime(Path(place) / name, ns=(1, 1))
-    assert answered(llm.engine, [(number, given, PLAIN)]) == want and llm.engine.stats.num_failed_steps == 0
+    assert answered(llm.engine, [(touched, given, PLAIN)]) == want and llm.engine.stats.num_failed_steps == 0
 
 
-def test_what_is_removed_goes_on_where_it_runs(llama: Model, engines: Callable[..., LLM]) -> None:
+def test_files_are_known_while_somebody_goes_through_them(llama: Model, engines: Callable[..., LLM]) -> None:
     llm = engines()
     engine, given = llm.engine, prompts()[0]
-    _, first, *_ = llama.numbers(llm)
-    engine.add(engine.admit("runs", given, PLAIN, adapter=first))
+    _, first, *_ = llama.choices(llm)
+    assert first is not None and engine.adapters.files == {}
     waiting = engine.admit("late", given, PLAIN, adapter=first)
-    engine.adapters.remove("adapter 0")
-    assert first in engine.adapters.files
+    engine.add(engine.admit("runs", given, PLAIN, adapter=first))
+    assert engine.adapters.files == {first.number: first.file}
     engine.add(waiting)
     found: dict[str, Any] = {}
     while len(found) < 2:
@@ -252,27 +253,21 @@ def test_what_is_removed_goes_on_where_it_runs(llama: Model, engines: Callable[.
     assert {name: list(event.answers[0].token_ids) for name, event in found.items()} == dict.fromkeys(
         ("runs", "late"), llama.want[1][0]
     )
-    assert first not in engine.adapters.files
-    with pytest.raises(InvalidArgument, match="adapter is 1: must be that of an adapter that is there"):
-        engine.admit("later", given, PLAIN, adapter=first)
-    again = engine.adapters.add("adapter 0", llama.adapters[1]).number
-    assert again != first and answered(engine, [(again, given, PLAIN)]) == [llama.want[2][0]]
+    assert engine.adapters.files == {} and answered(engine, [(first, given, PLAIN)]) == [llama.want[1][0]]
+    assert engine.adapters.files == {}
 
 
 def test_what_does_not_fit_is_refused(llama: Model, engines: Callable[..., LLM], tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="enable_lora"):
-        engines(enable_lora=False).engine.adapters.add("a", llama.adapters[0])
+        read(engines(enable_lora=False), llama.adapters[0])
     llm = engines(max_lora_rank=8)
-    add = llm.engine.adapters.add
-    add("fits", llama.adapters[0])
+    read(llm, llama.adapters[0])
     with pytest.raises(
         InvalidArgument, match=r"max_lora_rank is 8: must be at least 16, the rank of the adapter at .*"
     ):
-        add("large", llama.adapters[1])
+        read(llm, llama.adapters[1])
     with pytest.raises(ModelFileError, match="does not exist"):
-        add("nowhere", str(tmp_path / "nowhere"))
-    with pytest.raises(InvalidArgument, match="lora_path is .*: must be .*, from which fits was read; remove it first"):
-        add("fits", llama.adapters[2])
+        read(llm, str(tmp_path / "nowhere"))
     wrong = {
         "lm_head": "is of no layer; the model has layers 0 to 2",
         "model.layers.3.self_attn.q_proj": "is of no layer",
@@ -287,7 +282,7 @@ def test_what_does_not_fit_is_refused(llama: Model, engines: Callable[..., LLM],
         pair = (torch.zeros(4, 10), torch.zeros(20, 4))
         place = write_lora(tmp_path / str(i), {name: pair})
         with pytest.raises(ModelFileError, match=f"the adapter does not fit the model: {name}.*{problem}"):
-            add(name, str(place))
+            read(llm, str(place))
 
 
 def test_two_names_of_one_module_are_refused(engines: Callable[..., LLM], tmp_path: Path) -> None:

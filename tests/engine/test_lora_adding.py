@@ -49,7 +49,7 @@ def test_a_call_that_is_refused_leaves_no_adapters(with_loras: Make, adapted: Ad
         llm.generate(PROMPTS[:2], [GREEDY, GREEDY.clone(logprobs=1000)], lora_request=[two, three])
     with pytest.raises(SessionLimit):
         llm.session(PROMPTS[1], lora_request=two)
-    assert llm.list_loras() == {1} and [file.path for file in llm.engine.adapters.files.values()] == [one.lora_path]
+    assert llm.list_loras() == {1}
     outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[two, two])
     assert tokens_of(outputs) == [adapted.want(two, prompt) for prompt in PROMPTS[:2]] and llm.list_loras() == {1, 2}
 

@@ -94,7 +94,7 @@ def test_kv_is_found_by_the_same_adapter_alone(with_loras: Make, adapted: Adapte
     whole = (len(prompt) - 1) // 16 * 16
     assert [cached(lora) for lora in (one, None, two, one, None, two)] == [0, 0, 0, whole, whole, whole]
     assert [cached(one, "x"), cached(one, "x"), cached(None, "x")] == [0, whole, 0]
-    digest = llm.engine.adapters.get("a1").file.digest
+    digest = llm.loras.named("a1").adapter.file.digest
     hostile = [f"{digest}\0", f"\0{digest}\0", f"\0{digest}\0x", "\0"]
     assert [cached(None, salt) for salt in hostile] == [0] * 4, "whoever knows an adapter's files finds nothing of its"
     assert cached(same) == whole, "by its content, whatever its name"
@@ -182,9 +182,9 @@ def test_a_session_goes_on_with_its_adapter_when_that_is_removed(with_loras: Mak
     assert llm.remove_lora(1) and not llm.remove_lora(1) and llm.list_loras() == set()
     llm.generate(PROMPTS[1], GREEDY, use_tqdm=False, lora_request=adapted.loras[1])  # it has the only place now
     assert tokens_of([session.fork().generate(GREEDY), session.generate(GREEDY)]) == [adapted.want(lora, prompt)] * 2
-    assert len(llm.engine.adapters.files) == 2
+    assert [file.path for file in llm.engine.adapters.files.values()] == [lora.lora_path]
     session.close()
-    assert [file.path for file in llm.engine.adapters.files.values()] == [adapted.loras[1].lora_path]
+    assert llm.engine.adapters.files == {}
 
 
 # ------------------------------------------------------------------------------------------------- adapters come and go
@@ -202,7 +202,7 @@ def test_adapters_by_hand(with_loras: Make, adapted: Adapted) -> None:
     ], "named again, it is read again"
     assert [request.lora_name for request in llm.loras.requests] == ["a1", "a3", "a2"]
     assert llm.loras.load("a1", one.lora_path) is one and llm.loras.load("b", two.lora_path).lora_int_id == 4
-    assert llm.loras.named("b") == LoRARequest("b", 4, two.lora_path)
+    assert llm.loras.requests[3] == LoRARequest("b", 4, two.lora_path)
 
 
 def test_removal_while_it_runs(with_loras: Make, adapted: Adapted, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_removal_while_it_runs(with_loras: Make, adapted: Adapted, tmp_path: Pat
     assert output.num_cached_tokens == 0
     *_, last = [*begun, *stream]
     assert last.outputs[0].token_ids == adapted.want(lora, PROMPTS[0]) and last.lora_request is lora
-    assert [*llm.engine.adapters.files] == [2], "nobody names the old one any more"
+    assert llm.engine.adapters.files == {}, "nobody goes through them any more"
 
 
 def test_what_waits_to_be_taken_keeps_its_adapter(with_loras: Make, adapted: Adapted) -> None:
@@ -363,18 +363,16 @@ def test_an_answer_that_was_cut_goes_on(adapted: Adapted) -> None:
 
 
 def test_who_holds_one_goes_through_it_though_it_is_gone(with_loras: Make, adapted: Adapted) -> None:
-    """And where another one has its name meanwhile; who has let it go is refused."""
+    """And where another one has its name meanwhile."""
     llm, (one, two, _), prompt = with_loras(), adapted.loras, PROMPTS[1]
     llm.add_lora(one)
-    with llm.loras.holding("a1") as held:
-        assert llm.remove_lora(1) and llm.list_loras() == set()
-        llm.add_lora(LoRARequest("a1", 1, two.lora_path))
-        both = llm.generate([prompt] * 2, GREEDY, use_tqdm=False, lora_request=[held, llm.loras.named("a1")])
-        assert tokens_of(both) == [adapted.want(one, prompt), adapted.want(two, prompt)]
-        with llm.session(prompt, lora_request=held) as session:
-            assert session.generate(GREEDY).outputs[0].token_ids == adapted.want(one, prompt)
-    with pytest.raises(InvalidArgument, match="this one was removed meanwhile$"):
-        llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=held)
-    with pytest.raises(NotFound), llm.loras.holding("b1"):
-        pass
-    assert len(llm.engine.adapters.files) == 1
+    known = llm.loras.named("a1")
+    assert llm.remove_lora(1) and llm.list_loras() == set()
+    llm.add_lora(LoRARequest("a1", 1, two.lora_path))
+    both = llm.generate([prompt] * 2, GREEDY, use_tqdm=False, lora_request=[known, llm.loras.named("a1")])
+    assert tokens_of(both) == [adapted.want(one, prompt), adapted.want(two, prompt)]
+    with llm.session(prompt, lora_request=known) as session:
+        assert session.generate(GREEDY).outputs[0].token_ids == adapted.want(one, prompt)
+    with pytest.raises(NotFound, match="^adapter 'b1' does not exist; known are a1$"):
+        llm.loras.named("b1")
+    assert llm.list_loras() == {1} and llm.engine.adapters.files == {}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, LoRARequest, SamplingParams
+from pagedec.core.adapter_places import Adapter
 from pagedec.engine.engine import Engine, FinishedRequest
 from tests.formats.lora_files import write_lora
 
@@ -21,6 +22,7 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
 }  # fmt: skip
 PROMPTS = [[3, 5, 7, 9], [11] * 20, [4, 8]]
+NONE: list[Adapter | None] = [None] * 3
 
 
 @pytest.fixture
@@ -46,27 +48,27 @@ class Lists:
                 monkeypatch.setattr(piece, "run", lambda run=run, name=name: (self.ran.append(name), run()))
 
 
-def answers(engine: Engine, adapters: list[int]) -> list[list[int]]:
+def answers(engine: Engine, adapters: list[Adapter | None]) -> list[list[int]]:
     params, found = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), dict[str, list[int]]()
     for i, (prompt, adapter) in enumerate(zip(PROMPTS, adapters, strict=True)):
-        engine.add(engine.admit(f"{i} {adapter}", prompt, params, adapter=adapter))
+        engine.add(engine.admit(str(i), prompt, params, adapter=adapter))
     while engine.scheduler.requests:
         for event in engine.step():
             if isinstance(event, FinishedRequest):
                 found[event.request.id] = event.answers[0].token_ids
-    return [found[f"{i} {adapter}"] for i, adapter in enumerate(adapters)]
+    return [found[str(i)] for i in range(len(adapters))]
 
 
 def test_only_steps_with_adapters_run_their_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = answers(engine_of(folder), [0, 0, 0])
+    want = answers(engine_of(folder), NONE)
     engine = engine_of(folder, enable_lora=True, max_loras=1, max_lora_rank=4)
     lists = Lists(engine, monkeypatch)
-    assert answers(engine, [0, 0, 0]) == want and set(lists.ran) == {"without"}
+    assert answers(engine, NONE) == want and set(lists.ran) == {"without"}
     a, b = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)), torch.ones(80, 4)
     path = write_lora(folder / "loud", {"model.layers.1.mlp.gate_proj": (a, b)}, alpha=16)
-    number = engine.adapters.add("loud", str(path)).number
+    adapter = engine.adapters.read(LoRARequest("loud", 1, str(path)))
     lists.ran.clear()
-    own, loud, other = answers(engine, [0, number, 0])
+    own, loud, other = answers(engine, [None, adapter, None])
     assert (own, other) == (want[0], want[2]) and loud != want[1] and set(lists.ran) == {"with"}
     lists.ran.clear()
-    assert answers(engine, [0, 0, 0]) == want and set(lists.ran) == {"without"}
+    assert answers(engine, NONE) == want and set(lists.ran) == {"without"}

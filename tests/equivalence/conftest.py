@@ -19,9 +19,10 @@ from pagedec.engine.options import Vocabulary
 from pagedec.engine.pace import StepPace
 from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.resolve import resolve_model
+from pagedec.lora.request import LoRARequest
 from pagedec.runtime.loading import LoadedModel
 from pagedec.text.tokenizer import Tokenizer
-from tests.equivalence.harness import Case, Scratch, run
+from tests.equivalence.harness import ADAPTERS, Case, Scratch, run
 from tests.equivalence.remote import LOAD, VOCABULARY, weights_of
 from tests.formats.lora_files import write_lora
 
@@ -97,14 +98,14 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
 
 
 @lru_cache(maxsize=1)
-def adapters() -> dict[str, str]:
-    """Two of the tiny model, of all its linear layers, by name."""
+def adapters() -> list[str]:
+    """Two of the tiny model, of all its linear layers."""
     width, inner, kv = TINY["hidden_size"], TINY["intermediate_size"], TINY["num_key_value_heads"] * TINY["head_dim"]
     shapes = {
         **{f"self_attn.{name}_proj": (n, width) for name, n in (("q", width), ("k", kv), ("v", kv), ("o", width))},
         "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
     }  # fmt: skip
-    found = {}
+    found = []
     for rank in (8, 3):
         generator = torch.Generator().manual_seed(rank)
         pairs = {
@@ -115,7 +116,7 @@ def adapters() -> dict[str, str]:
             for name, (n, k) in shapes.items()
         }  # fmt: skip
         place = Path(tempfile.mkdtemp(prefix="pagedec-adapter-"))
-        found[f"of rank {rank}"] = str(write_lora(place, pairs, alpha=16))
+        found.append(str(write_lora(place, pairs, alpha=16)))
     return found
 
 
@@ -153,8 +154,8 @@ def make_engine(kind: str, num_blocks: int = 256, **changes: Any) -> Engine:
         executor = ProcessExecutor(config, LOAD)
         return build_engine(config, executor, tuple(loaded.arch.eos_token_ids), vocabulary())
     engine = assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft, vocabulary())
-    for name, path in adapters().items() if config.lora.enable_lora else ():
-        engine.adapters.add(name, path)  # they are 1 and 2
+    if config.lora.enable_lora:
+        ADAPTERS[engine] = [engine.adapters.read(LoRARequest("some", 1, path)) for path in adapters()]
     return engine
 
 

@@ -19,7 +19,7 @@ from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.params import BeamSearchParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.conftest import make_engine, vocabulary
-from tests.equivalence.harness import Case, prompts, run
+from tests.equivalence.harness import Case, adapter_of, prompts, run
 from tests.equivalence.remote import VOCABULARY
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
@@ -235,7 +235,7 @@ def begin(engine: Engine, feature: Feature, params: Any) -> list[Request]:
         if feature.resumed:
             told = [answer.token_ids for answer in alone(params, feature.kind).answers]
             resume = Resume(tuple(ToldAnswer(tuple(tokens[: len(tokens) // 2])) for tokens in told))
-        given = {"resume": resume, "adapter": feature.adapter}
+        given = {"resume": resume, "adapter": adapter_of(engine, feature.adapter)}
         begun = [engine.admit("cell", PROMPT, params, feature.priority, feature.salt, **given)]
         assert (begun[0].resume is not None) == (feature.resumed and begun[0].decoder.resumes)
     for request in begun:

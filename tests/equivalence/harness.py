@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from pagedec.core.adapter_places import Adapter
 from pagedec.core.forward import DRAW_DTYPE, LaneForward
 from pagedec.core.protocol import Answer, Decoder, DecoderContext, Query, Sampler, TopK, Verdict
 from pagedec.core.request import Branch
@@ -42,7 +44,7 @@ TEXTS = [json.loads(line)["prompt"] for line in Path(__file__).parent.parent.joi
 
 @dataclass(frozen=True)
 class Case:
-    """A request by name. `params` as a user gives them; `adapter`: the engine's number of one."""
+    """A request by name. `params` as a user gives them; `adapter`: which of its engine's `ADAPTERS`."""
 
     name: str
     prompt: tuple[int, ...]
@@ -51,6 +53,14 @@ class Case:
 
     def __hash__(self) -> int:
         return hash((self.prompt, repr(self.params)))
+
+
+ADAPTERS = WeakKeyDictionary[Engine, Sequence[Adapter]]()
+"""Of engines that take some; cases have the first one as 1, and as 0 that they have none."""
+
+
+def adapter_of(engine: Engine, number: int) -> Adapter | None:
+    return ADAPTERS[engine][number - 1] if number else None
 
 
 @lru_cache(maxsize=1)
@@ -140,7 +150,7 @@ def run(
     while len(outcome.tokens) < count:
         while waiting and (disturb is None or disturb.random() < 0.7):
             case = waiting.pop(0)
-            add(engine, case.name, case.prompt, case.params, adapter=case.adapter)
+            add(engine, case.name, case.prompt, case.params, adapter=adapter_of(engine, case.adapter))
         if disturb and engine.scheduler.requests and disturb.random() < 0.3:
             engine.drain()
             engine.scheduler.preempt(disturb.choice(engine.scheduler.requests).id)

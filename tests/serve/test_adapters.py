@@ -217,7 +217,7 @@ def test_sessions_keep_theirs(adapters: Serving, adapted: Adapted, adapted_llm: 
             assert none.generate(GREEDY).outputs[0].token_ids == adapted.want(None, [5])
         with pytest.raises(NotFound):
             client.session(PROMPTS[3], lora_request=ServedLora("a1"))
-    assert adapters.llm.loop.call(lambda engine: len(engine.adapters.files)).result(30) == 2, "nobody has it any more"
+    assert adapters.llm.loop.call(lambda engine: len(engine.adapters.files)).result(30) == 0, "nobody has it any more"
 
 
 # ---- others who ask
