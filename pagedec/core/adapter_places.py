@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -21,11 +21,9 @@ class AdapterFile(NamedTuple):
 
 AdapterFiles: TypeAlias = Mapping[int, AdapterFile]
 """Of all adapters that running requests may name, by the number that a forward names them by."""
-Stamps: TypeAlias = tuple[tuple[str, int, int, int], ...]
-"""Names of files, with what tells whether they are still the same: inode, bytes, nanoseconds."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """One whose files were read: whoever has it goes through it, whatever has become of its name."""
 
@@ -34,8 +32,6 @@ class Adapter:
     number: int
     """Of these files alone, as forwards have it; above 0."""
     file: AdapterFile
-    seen: Stamps = ()
-    """Its files when they were last found to be these."""
 
 
 def salted(adapter: Adapter | None, salt: str) -> str:
@@ -52,48 +48,43 @@ class AdapterPlaces:
     same step has rows of gives way. So requests of more adapters than there are places take turns in their own order.
     """
 
-    __slots__ = ("_loads", "_needed", "_num_places", "_places")
+    __slots__ = ("_free", "_loads", "_needed", "_num_places", "_places")
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
+        self._free: list[int] = []
         self._places: dict[int, int] = {}  # by adapter, the one used longest ago first
         self._needed: set[int] = set()
         self._loads: list[tuple[int, int]] = []  # place, adapter
+        self.reset()
 
     def begin(self) -> None:
         """A step is planned, which has no rows yet."""
         self._needed = set()
 
-    @property
-    def placed(self) -> Set[int]:
-        """The adapters that have places."""
-        return self._places.keys()
-
     def has_room(self, adapter: int) -> bool:
         """Whether an adapter has a place in the step that is planned, or would find one."""
-        return adapter in self._places or not self._is_full or self._oldest() > 0
+        return adapter in self._places or bool(self._free) or self._oldest() > 0
 
     def place_for(self, adapter: int) -> int:
         """The place that an adapter, for which there is room, has or would take. Changes nothing."""
         place = self._places.get(adapter)
         if place is not None:
             return place
-        return self._places[self._oldest()] if self._is_full else len(self._places)
+        return self._free[-1] if self._free else self._places[self._oldest()]
 
     def take(self, adapter: int) -> None:
         """The step that is planned has rows of an adapter, for which there was room: it has that place."""
         place = self.place_for(adapter)
         if adapter not in self._places:
-            if self._is_full:
+            if self._free:
+                self._free.pop()
+            else:
                 del self._places[self._oldest()]
             self._loads.append((place, adapter))
         self._places.pop(adapter, None)
         self._places[adapter] = place  # the last one used
         self._needed.add(adapter)
-
-    @property
-    def _is_full(self) -> bool:
-        return len(self._places) == self._num_places
 
     def _oldest(self) -> int:
         """The adapter that would give way; 0: none would."""
@@ -107,6 +98,12 @@ class AdapterPlaces:
         places, adapters = np.array(loads, np.int32).T.copy()
         return places, adapters
 
+    def forget(self, adapter: int) -> None:
+        """One that could not be loaded has no place."""
+        if (place := self._places.pop(adapter, None)) is not None:
+            self._free.append(place)
+
     def reset(self) -> None:
         """The device has lost what it had."""
+        self._free = [*range(self._num_places)][::-1]
         self._places, self._needed, self._loads = {}, set(), []

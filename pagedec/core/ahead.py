@@ -21,6 +21,7 @@ class Unforeseen(Enum):
     RESUMED = "what was told of an answer before takes the place of the token"
     MASKS = "what may follow depends on the token, and whether anything may"
     ROLLS = "the draft lane has rows, which are no draws of the target's"
+    LOADS = "an adapter that is loaded in it may not be there any more: then nothing of its rows is cached"
     SIZE = "there is no room for all that is reported, so it is read piece by piece"
     NOTHING = "it has no rows of the target: there are copies alone"
 
@@ -36,6 +37,8 @@ def unforeseen(plan: StepPlan) -> Unforeseen | None:
         return Unforeseen.ROLLS
     if plan.masks is not None:
         return Unforeseen.MASKS
+    if len(target.load_places):
+        return Unforeseen.LOADS
     for work in plan.works:
         if work.query is not None:
             return Unforeseen.VERDICT

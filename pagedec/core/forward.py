@@ -183,6 +183,10 @@ MakeMasks: TypeAlias = Callable[[np.ndarray], Masks]
 NO_MASKS = Masks(NO_INTS, np.empty((0, 0), np.uint32), NO_INTS, NO_INTS)
 
 
+Problems: TypeAlias = Mapping[int, str]
+"""Adapters that could not be read, by their numbers, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reported:
     """The answer to `ReportRows`. Entries of draws, top k and given tokens whose row is not reported mean nothing."""
@@ -216,6 +220,7 @@ class LaneAnswers:
     best_keys: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]: what they are ranked by
     rolled: np.ndarray = _ints()  # int32 [sum(count)]: one chain behind the other
     report: Reported | None = None  # where the forward has one
+    not_loaded: Problems = field(default_factory=dict)  # of `load_adapters`: their places have none
 
 
 Answers: TypeAlias = dict[str, LaneAnswers]

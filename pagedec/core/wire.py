@@ -25,6 +25,7 @@ from pagedec.core.forward import (
     LaneAnswers,
     LaneForward,
     Masks,
+    Problems,
     ProcessRows,
     Reported,
     ReportRows,
@@ -32,8 +33,8 @@ from pagedec.core.forward import (
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
-MAGIC, VERSION = 0x50444543, 4
-FORWARDS, MASKS, ANSWERS, ROLLED = 1, 2, 3, 4
+MAGIC, VERSION = 0x50444543, 5
+FORWARDS, MASKS, ANSWERS, ROLLED, DONE = 1, 2, 3, 4, 5
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
 _INT, _WIDE, _FLOAT, _DOUBLE = (np.dtype(code) for code in ("<i4", "<i8", "<f4", "<f8"))
@@ -166,6 +167,8 @@ def pack_answers(number: int, answers: Answers) -> np.ndarray:
         numbers.append(LANES.index(lane))
         arrays += _fields(given, _LANE_ANSWERS)
         arrays += _fields(given.report, _REPORTED)
+        numbers.append(len(given.not_loaded))
+        arrays += _arrays_of_problems(given.not_loaded)
     return _pack(ANSWERS, numbers, arrays)
 
 
@@ -177,8 +180,26 @@ def unpack_answers(words: np.ndarray) -> tuple[int, Answers]:
     for _ in range(num_lanes):
         lane = LANES[message.number()]
         arrays, report = message.record(_LANE_ANSWERS), message.record(_REPORTED)
-        answers[lane] = LaneAnswers(**arrays, report=None if report["top_ids"] is None else Reported(**report))
+        told = None if report["top_ids"] is None else Reported(**report)
+        answers[lane] = LaneAnswers(**arrays, report=told, not_loaded=message.problems(message.number()))
     return number, answers
+
+
+def pack_done(number: int, not_loaded: Problems) -> np.ndarray:
+    """That a rank behind the first is through with step `number`, and what it could not load for it, as words."""
+    return _pack(DONE, [number, len(not_loaded)], [*_arrays_of_problems(not_loaded)])
+
+
+def unpack_done(words: np.ndarray) -> tuple[int, Problems]:
+    """What `pack_done` was given. Raises `InvariantError` for what is no such message."""
+    message = _Message(words, DONE)
+    return message.number(), message.problems(message.number())
+
+
+def _arrays_of_problems(problems: Problems) -> Iterator[np.ndarray]:
+    if problems:
+        yield np.array(list(problems), _WIDE)
+        yield from map(_codes, problems.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
@@ -286,6 +307,11 @@ class _Message:
         self._at += _even(size)
         array = flat if dtype is _INT else flat.view(dtype)
         return array if width < 0 else array.reshape(n, width)
+
+    def problems(self, count: int) -> dict[int, str]:
+        """The next arrays as so many problems."""
+        numbers = self.array(_WIDE).tolist() if count else []
+        return {number: _text(self.array(_INT)) for number in numbers}
 
     def record(self, layout: _Layout) -> dict[str, Any]:
         """The next arrays by name."""

@@ -8,8 +8,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from pagedec.core.adapter_places import Adapter, AdapterFile, AdapterFiles, Stamps
-from pagedec.errors import InvalidArgument, ModelFileError, PagedecError, in_one_line
+from pagedec.core.adapter_places import Adapter, AdapterFile, AdapterFiles
+from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.lora.request import LoRARequest
 
 ReadAdapter = Callable[[str], str]
@@ -36,24 +36,7 @@ class AdapterRegistry:
             limit = "must be None: the model was loaded without enable_lora"
             raise InvalidArgument("lora_request", request.lora_name, limit)
         path = path_of(request)
-        seen = _stamps(path)
-        return Adapter(request, next(self._numbers), AdapterFile(path, self._read(path)), seen)
-
-    def problem(self, adapter: Adapter) -> ModelFileError | None:
-        """What keeps an adapter from being loaded now, as far as its files tell; None: nothing. Files that look as they
-        did are not read."""
-        file = adapter.file
-        now, told = _stamps(file.path), "it is not what it was when it was added"
-        if now == adapter.seen or self._read is None:
-            return None
-        try:
-            if self._read(file.path) == file.digest:
-                adapter.seen = now
-                return None
-        except PagedecError as error:
-            told = in_one_line(error)
-        problem = f"{told}; remove the adapter and add it again"
-        return ModelFileError(file.path, problem, ADAPTER, adapter.request.lora_name)
+        return Adapter(request, next(self._numbers), AdapterFile(path, self._read(path)))
 
     def hold(self, adapter: Adapter | None) -> None:
         """A request, or a session, goes through an adapter from now on; None: through none."""
@@ -80,13 +63,7 @@ def path_of(request: LoRARequest) -> str:
     return os.path.abspath(os.path.expanduser(request.lora_path))
 
 
-def _stamps(path: str) -> Stamps:
-    """Of a file, or of those in a directory that are an adapter's as PEFT calls them."""
-    try:
-        names = [path]
-        if os.path.isdir(path):
-            names = sorted(os.path.join(path, name) for name in os.listdir(path) if name.startswith("adapter_"))
-        found = [(name, os.stat(name)) for name in names]
-    except OSError:
-        return ()
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+def not_loaded(adapter: Adapter, problem: str) -> ModelFileError:
+    """What its requests fail with where a worker could not load an adapter."""
+    told = f"{problem}; remove the adapter and add it again"
+    return ModelFileError(adapter.file.path, told, ADAPTER, adapter.request.lora_name)

@@ -9,16 +9,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.costs import StepCosts, StepShape, StepTime
-from pagedec.core.forward import Rules, asks_draws_alone
+from pagedec.core.forward import Answers, Rules, asks_draws_alone
 from pagedec.core.plan import StepPlan
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Event, Request
 from pagedec.core.scheduler import Scheduler
-from pagedec.engine.adapters import AdapterRegistry
+from pagedec.engine.adapters import AdapterRegistry, not_loaded
 from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
@@ -125,7 +124,6 @@ class Steps:
 
     def _step(self, now: float) -> tuple[list[Event], float]:
         try:
-            self._fail_without_files()
             if not self._out:
                 plan = self._scheduler.plan(self._recovery.only, self._costs, self._step_time)
                 began, now = now, self.clock()
@@ -138,23 +136,6 @@ class Steps:
         except Exception as error:  # our own mistake, and nobody knows yet by whom
             return self._failed(error, list(self._recovery.only or self._running()))
         return self._finish(now)
-
-    def _fail_without_files(self) -> None:
-        """Requests whose adapter would have to be loaded from files that are gone, or others now: nothing of them is
-        begun, so nobody loses KV by it."""
-        if not self._adapters.files:
-            return
-        scheduler = self._scheduler
-        waiting = (request.lora for request in scheduler.requests if request.lora is not None and not request.idle)
-        lacking = dict.fromkeys(lora for lora in waiting if lora.number not in scheduler.adapters.placed)
-        for lora in islice(lacking, scheduler.limits.num_adapter_places):  # more are not loaded in a step
-            if (problem := self._adapters.problem(lora)) is None:
-                continue
-            _log.warning("%s", problem)
-            for request in [own for own in scheduler.requests if own.lora is lora]:
-                failure = RequestError(request.id, f"its adapter cannot be loaded: {problem}")
-                failure.__cause__ = problem
-                scheduler.fail(request, failure)
 
     def _plan_ahead(self, began: float) -> float:
         """Plan the step behind the one that is out, where that can be. It is begun at once where only the step behind
@@ -209,12 +190,28 @@ class Steps:
         executed = self.clock()
         if self._target_time is not None:
             self._note_time(flight, executed)
+        self._fail_not_loaded(answers)
         events = self._scheduler.settle(plan, answers)
         try:
             return events, self._go_on(flight, behind, now, executed)
         except BaseException:  # an interrupt: what is settled has happened, and is told later
             self._scheduler.put_back(events)
             raise
+
+    def _fail_not_loaded(self, answers: Answers) -> None:
+        """Requests whose adapter is not there: what their rows have become is nobody's. No step is out behind this
+        one."""
+        target, scheduler = answers.get("target"), self._scheduler
+        for number, problem in () if target is None else target.not_loaded.items():
+            scheduler.adapters.forget(number)
+            failing = {own: own.lora for own in scheduler.requests if own.lora is not None and own.adapter == number}
+            for lora in {*failing.values()}:
+                _log.warning("%s", not_loaded(lora, problem))
+            for request, lora in failing.items():
+                cause = not_loaded(lora, problem)
+                failure = RequestError(request.id, f"its adapter cannot be loaded: {cause}")
+                failure.__cause__ = cause
+                scheduler.fail(request, failure)
 
     def _go_on(self, flight: Flight, behind: Flight | None, now: float, executed: float) -> float:
         """Behind a step that is settled. Returns when that was done."""

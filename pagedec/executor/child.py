@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pagedec.config import EngineConfig
-from pagedec.core.forward import Masks, asks_draws_alone
-from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_rolled, unpack_masks, unpack_step
+from pagedec.core.forward import Masks, Problems, asks_draws_alone
+from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_done, pack_rolled, unpack_masks, unpack_step
 from pagedec.errors import InvariantError, PagedecError
 from pagedec.executor.channel import Channel, Gone, Kind
 from pagedec.executor.failure import pack_error
@@ -182,9 +182,8 @@ class _Steps:
         return partial(_answered, number, begun, worker)
 
 
-def _done(number: int, wait: Callable[[], object]) -> Message:
-    wait()
-    return Kind.DONE, np.array([number], np.int32)
+def _done(number: int, wait: Callable[[], Problems]) -> Message:
+    return Kind.DONE, pack_done(number, wait())
 
 
 def _answered(number: int, begun: Begun, worker: Worker) -> Message:

@@ -20,8 +20,8 @@ import numpy as np
 
 from pagedec import errors
 from pagedec.config import EngineConfig
-from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, asks_draws_alone
-from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
+from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, Problems, asks_draws_alone
+from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_done, unpack_rolled
 from pagedec.errors import InvalidArgument, InvariantError, WorkerLost
 from pagedec.executor.channel import PIECE_SECONDS, Channel, Clock, Kind
 from pagedec.executor.failure import unpack_error
@@ -70,6 +70,8 @@ class _Out:
     number: int
     is_held: bool
     """Its answers come when the next step does, or when they are due."""
+    loads: bool
+    """Adapters are loaded in it, and what each rank could not load is waited for."""
     problem: Exception | None = None
     """Why its masks could not be made."""
 
@@ -90,7 +92,9 @@ class WorkerGroup:
         self._posted: set[int] = set()
         """Ranks that have not taken all of a step yet."""
         self._through = [0] * len(self.workers)
-        """The last step that each rank behind the first is through with."""
+        """The last step that each rank behind the first is through with, ..."""
+        self._not_loaded: dict[int, Problems] = {}
+        """... and the adapters that one of them could not load, by step."""
 
     def load(self, config: EngineConfig, check: Callable[[], None] = lambda: None) -> Geometry:
         """Have workers made, in place of those that are there. `check` is called now and then, and may raise. Raises
@@ -159,12 +163,13 @@ class WorkerGroup:
         is_late = asks_draws_alone(step.forwards)
         if not is_late:
             self._pass_over(step.number)
-        message, out = pack_step(step), _Out(step.number, self._holds and is_late)
+        target = step.forwards.get("target")
+        message = pack_step(step)
+        out = _Out(step.number, self._holds and is_late, target is not None and len(target.load_places) > 0)
         self._out.append(out)
         say = self._send if len(self._out) == 1 else self._post
         for rank in reversed(range(len(self.workers))):  # the first has the most to do, and is looked at first
             say(rank, Kind.STEP, message)
-        target = step.forwards.get("target")
         if target is not None and len(target.masked_rows):
             rolled = self._rolled(out) if awaits_rolled(step) else NO_INTS
             message = pack_masks(step.number, NO_MASKS)  # which the worker refuses
@@ -198,6 +203,11 @@ class WorkerGroup:
             raise StepRefused(out.problem or refusal.error) from out.problem
         if number != out.number:
             raise InvariantError(f"step {out.number} was due; the worker has answered step {number}")
+        while out.loads and any(through < number for through in self._through[1:]):
+            self._receive(Kind.DONE)
+        if not_loaded := self._not_loaded.pop(number, {}):
+            target = answers["target"]
+            answers["target"] = replace(target, not_loaded={**not_loaded, **target.not_loaded})
         self._out.popleft()
         for rank in [*self._posted]:  # the first one waits for it by now
             self._flush(rank)
@@ -265,7 +275,8 @@ class WorkerGroup:
             raise self._given_up(rank, self._silent) from error
 
     def _receive(self, kind: Kind) -> memoryview:
-        """The first worker's next message, which must be of that kind. Others say that they are through, or fail."""
+        """The first worker's next message, which must be of that kind; or, of DONE, the next of any other. Others say
+        that they are through, or fail."""
         clock = Clock()
         heard = [0.0] * len(self.workers)
         while True:
@@ -276,7 +287,13 @@ class WorkerGroup:
                 if found == Kind.PULSE:
                     continue
                 if found == Kind.DONE:
-                    self._through[rank] = int(np.frombuffer(payload, np.int32)[0])
+                    done, problems = unpack_done(np.frombuffer(payload, np.int32))
+                    self._through[rank] = done
+                    if problems:
+                        told = {number: f"at rank {rank}: {problem}" for number, problem in problems.items()}
+                        self._not_loaded[done] = {**told, **self._not_loaded.get(done, {})}
+                    if kind == Kind.DONE:
+                        return payload
                     continue
                 if found == Kind.FAILED:
                     raise StepRefused(unpack_error(payload))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -62,7 +64,7 @@ class BestRows:
             ranks = np.concatenate([self.ranks[number], ranks])[places]
         self.found[number], self.logprobs[number], self.ranks[number] = new, logprobs, ranks
 
-    def answers(self) -> dict[str, np.ndarray]:
+    def answers(self) -> dict[str, Any]:
         """The fields of `LaneAnswers` that tell of them."""
         if not self.found:
             return {}

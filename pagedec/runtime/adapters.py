@@ -8,11 +8,15 @@ import numpy as np
 
 from pagedec.config import EngineConfig
 from pagedec.core.adapter_places import AdapterFile
-from pagedec.errors import ModelFileError
+from pagedec.core.forward import Problems
+from pagedec.errors import ModelFileError, in_one_line
+from pagedec.formats.lora import LoraAdapter
 from pagedec.formats.resolve import resolve_model
 from pagedec.models.adapters import Adapters, check_adapter, read_adapter
 from pagedec.models.architecture import Architecture
 from pagedec.models.registry import load_architecture
+
+NOTHING = LoraAdapter({}, 0, "")
 
 
 class AdapterLoader:
@@ -28,14 +32,23 @@ class AdapterLoader:
             self._files.pop(number, None)
         self._files.update(new)
 
-    def load(self, places: np.ndarray, numbers: np.ndarray) -> None:
-        """Let adapters have places, in order. Raises ModelFileError for a file that is not what was told."""
+    def load(self, places: np.ndarray, numbers: np.ndarray) -> Problems:
+        """Let adapters have places, in order. What cannot be read, or is not what was told, is given back, with why:
+        its place adds nothing."""
+        problems: dict[int, str] = {}
         for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
-            file = self._files[number]
-            adapter = self._adapters.read(file.path)
-            if adapter.digest != file.digest:
-                raise ModelFileError(file.path, "is not the adapter that it was when it was added")
+            try:
+                adapter = self._read(self._files[number])
+            except ModelFileError as error:
+                problems[number], adapter = in_one_line(error), NOTHING
             self._adapters.put(place, adapter)
+        return problems
+
+    def _read(self, file: AdapterFile) -> LoraAdapter:
+        adapter = self._adapters.read(file.path)
+        if adapter.digest != file.digest:
+            raise ModelFileError(file.path, "is not what it was when it was added")
+        return adapter
 
 
 def adapter_reader(config: EngineConfig, arch: Architecture | None = None) -> Callable[[str], str] | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagedec.core.forward import Answers, MakeMasks
+from pagedec.core.forward import Answers, MakeMasks, Problems
 from pagedec.core.wire import Step
 from pagedec.kernels.link import Link
 from pagedec.runtime.geometry import Geometry
@@ -27,21 +27,29 @@ class Follower:
         self.begin(step)()
         return {}
 
-    def begin(self, step: Step) -> Callable[[], object]:
-        """Begin one. What this gives returns when it is through; the next one may be begun before."""
+    def begin(self, step: Step) -> Callable[[], Problems]:
+        """Begin one. What this gives returns when it is through, with the adapters that are not there; the next one may
+        be begun before."""
         target, draft = step.forwards.get("target"), step.forwards.get("draft")
         self._target.tell_adapters(step)
         if target is None:
             return _nothing
-        self._target.prepare(target)
+        not_loaded = self._target.prepare(target)
         if draft is not None and len(draft.rolls):
             rolled = np.empty(int(draft.rolls["count"].sum()), np.int32)
             self._link.broadcast(rolled)
             if rolled[0] < 0:
                 return _nothing  # the first rank could not roll, and says so
             target = with_rolled(target, draft, rolled)
-        return self._target.follow(replace(target, processing=None))
+        wait = self._target.follow(replace(target, processing=None))
+
+        def through() -> Problems:
+            wait()
+            return not_loaded
+
+        return through
 
 
-def _nothing() -> None:
+def _nothing() -> Problems:
     """There is nothing to wait for."""
+    return {}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
+from pagedec.core.forward import LaneAnswers, LaneForward, Masks, Problems, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.core.wire import Step
 from pagedec.errors import InvariantError
@@ -94,19 +94,22 @@ class LaneRunner:
         if self._adapters is not None:
             self._adapters.tell(step.new_adapters, step.old_adapters)
 
-    def prepare(self, forward: LaneForward) -> None:
+    def prepare(self, forward: LaneForward) -> Problems:
         """What must precede every read and write of the step: adapters take places, blocks go to the host and come
-        back, fresh ones are poisoned in debug builds, then the copies in order."""
+        back, fresh ones are poisoned in debug builds, then the copies in order. Gives the adapters that are not
+        there."""
+        problems: Problems = {}
         if os.getpid() != self._process and torch.get_num_threads() > 1:  # a fork has but this one: torch would wait
             torch.set_num_threads(1)
         if self._adapters is not None and len(forward.load_places):
-            self._adapters.load(forward.load_places, forward.load_adapters)
+            problems = self._adapters.load(forward.load_places, forward.load_adapters)
         if self._offload is not None and len(forward.offload_blocks):
             self._offload.move(forward.offload_blocks, forward.offload_places)
         if self.debug and len(forward.fresh):
             self.backend.poison(self.cache, forward.fresh)
         if len(forward.copy_src):
             self.backend.copy_slots(self.cache, forward.copy_src, forward.copy_dst)
+        return problems
 
     def execute(
         self,

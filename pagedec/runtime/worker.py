@@ -10,7 +10,16 @@ from functools import partial
 
 import numpy as np
 
-from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks, Masks, asks_draws_alone
+from pagedec.core.forward import (
+    NO_INTS,
+    Answers,
+    LaneAnswers,
+    LaneForward,
+    MakeMasks,
+    Masks,
+    Problems,
+    asks_draws_alone,
+)
 from pagedec.core.wire import Step
 from pagedec.kernels.backend import Drafted
 from pagedec.kernels.context import KernelError
@@ -22,14 +31,14 @@ from pagedec.runtime.runner import LaneRunner
 class Begun:
     """A step that a device is on its way with."""
 
-    __slots__ = ("_answers",)
+    __slots__ = ("_answers", "_not_loaded")
 
-    def __init__(self, answers: Callable[[], LaneAnswers]) -> None:
-        self._answers = answers
+    def __init__(self, answers: Callable[[], LaneAnswers], not_loaded: Problems) -> None:
+        self._answers, self._not_loaded = answers, not_loaded
 
     def result(self) -> Answers:
         """The target's answers, when they are there."""
-        return {"target": self._answers()}
+        return {"target": _with_problems(self._answers(), self._not_loaded)}
 
 
 class Worker:
@@ -64,19 +73,18 @@ class Worker:
         self.is_whole = self._link is None
         self._tell(step)
         runner, target = self.lanes["target"], step.forwards["target"]
-        runner.prepare(target)
+        not_loaded = runner.prepare(target)
         with self._through(runner):
             answers = runner.begin(target)
         self.is_whole = True
-        return Begun(answers)
+        return Begun(answers, not_loaded)
 
     def execute(self, step: Step, masks: MakeMasks | None = None) -> Answers:
         """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
         their way, with what was rolled."""
         self.is_whole = self._link is None
         self._tell(step)
-        for lane, forward in step.forwards.items():
-            self.lanes[lane].prepare(forward)
+        not_loaded = {lane: self.lanes[lane].prepare(forward) for lane, forward in step.forwards.items()}
         answers: Answers = {}
         rolled, drafted = NO_INTS, None
         draft, target = step.forwards.get("draft"), step.forwards.get("target")
@@ -93,7 +101,7 @@ class Worker:
                 answers["draft"] = runner.execute(draft)
         if target is not None:
             given = None if masks is None else partial(masks, rolled)
-            answers["target"] = self._evaluate(target, given, drafted)
+            answers["target"] = _with_problems(self._evaluate(target, given, drafted), not_loaded["target"])
         self.is_whole = True
         return answers
 
@@ -131,6 +139,10 @@ class Worker:
             yield
         finally:
             self.is_whole = self.is_whole or runner.is_through
+
+
+def _with_problems(answers: LaneAnswers, not_loaded: Problems) -> LaneAnswers:
+    return replace(answers, not_loaded=not_loaded) if not_loaded else answers
 
 
 def _fails(wait: Callable[[], None]) -> bool:

@@ -74,6 +74,16 @@ def test_a_device_that_has_lost_all_is_told_again() -> None:
     assert loads(places) == [] and needed(places, 2) == [0] and loads(places) == [(0, 2)]
 
 
+def test_what_could_not_be_loaded_has_no_place() -> None:
+    """Its place is the next one's, and itself it is loaded anew."""
+    places = AdapterPlaces(3)
+    assert needed(places, 1, 2) == [0, 1] and len(loads(places)) == 2
+    places.forget(1)
+    places.forget(7)
+    assert needed(places, 2, 3, 1) == [1, 0, 2] and loads(places) == [(0, 3), (2, 1)]
+    assert needed(places, 4) == [1], "2 was used longest ago"
+
+
 class Worlds(World):
     """The same requests without an adapter and through three."""
 

@@ -29,10 +29,12 @@ from pagedec.core.wire import (
     LANES,
     Step,
     pack_answers,
+    pack_done,
     pack_masks,
     pack_rolled,
     pack_step,
     unpack_answers,
+    unpack_done,
     unpack_masks,
     unpack_rolled,
     unpack_step,
@@ -51,6 +53,8 @@ RULES = [
     LogitsRules(bad_words=((2**31 - 1,),), no_repeat_ngram_size=2**31 - 1, repetition_penalty=1 / 3),
     LogitsRules(frequency_penalty=-0.1, presence_penalty=5e-324),
 ]
+
+TEXTS = ("", "/tmp/a", "\u00e9\U0001f600\udc80", "x" * 513)
 
 
 class Random:
@@ -98,8 +102,7 @@ class Random:
         }
         lanes = self.sizes.choice([LANES, LANES[::-1], LANES[:1], ()])
         old = [self.sizes.getrandbits(62) for _ in range(self.sizes.randrange(4))]
-        texts = ("", "/tmp/a", "\u00e9\U0001f600\udc80", "x" * 513)
-        files = {self.sizes.getrandbits(62): AdapterFile(text, text[::-1]) for text in self.sizes.sample(texts, 2)}
+        files = {self.sizes.getrandbits(62): AdapterFile(text, text[::-1]) for text in self.sizes.sample(TEXTS, 2)}
         gone = [self.sizes.getrandbits(62) for _ in range(self.sizes.randrange(3))]
         forwards = {lane: self.forward(lane) for lane in lanes}
         return Step(self.sizes.getrandbits(30), forwards, rules, old, files, gone)
@@ -107,9 +110,17 @@ class Random:
     def answers(self) -> Answers:
         lanes = self.sizes.choice([LANES, LANES[:1], ()])
         return {
-            lane: self.record(LaneAnswers, report=None if self.sizes.random() < 0.5 else self.record(Reported))
+            lane: self.record(
+                LaneAnswers,
+                report=None if self.sizes.random() < 0.5 else self.record(Reported),
+                not_loaded=self.problems(),
+            )
             for lane in lanes
         }
+
+    def problems(self) -> dict[int, str]:
+        texts = self.sizes.sample(TEXTS, self.sizes.randrange(3))
+        return {self.sizes.getrandbits(62): text for text in texts}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -147,6 +158,8 @@ def test_what_goes_in_comes_out(seed: int) -> None:
     assert number == 2**30 and same(unpacked, masks)
     number, rolled = unpack_rolled(pack_rolled(3, masks.tokens))
     assert number == 3 and same(rolled, masks.tokens)
+    problems = given.problems()
+    assert unpack_done(pack_done(2**31 - 1, problems)) == (2**31 - 1, problems)
 
 
 def test_what_is_unpacked_cannot_be_written_and_is_aligned() -> None:

@@ -192,17 +192,10 @@ def test_weights_that_are_no_numbers_are_their_own_requests_fault(
     assert got[0] == llama.want[1][1] and got[-1] == llama.want[2][1] and got[-2] == llama.want[0][1]
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
 @pytest.mark.parametrize("changes", [True, False])
 def test_a_file_that_has_changed_fails_who_needs_it(
-    llama: Model,
-    engines: Callable[..., LLM],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: bool,
-    is_seen: bool,
+    llama: Model, engines: Callable[..., LLM], tmp_path: Path, changes: bool
 ) -> None:
-    """Before anything of it is begun; or where it changes behind that look, as a device that fails."""
     llm, given = engines(max_loras=1), prompts()[1]
     place, _ = adapter(tmp_path, arch_of(llm), 9)
     changing = read(llm, place)
@@ -213,17 +206,15 @@ def test_a_file_that_has_changed_fails_who_needs_it(
         other = adapter(tmp_path / "other", arch_of(llm), 10, modules=["q_proj"])[0]
         weights.write_bytes((Path(other) / "adapter_model.safetensors").read_bytes())
         (Path(place) / "adapter_config.json").write_bytes((Path(other) / "adapter_config.json").read_bytes())
-    if not is_seen:
-        monkeypatch.setattr(llm.engine.adapters, "problem", lambda adapter: None)
     asked = [(changing, given, PLAIN), (first, given, PLAIN), (changing, given, PLAIN), (None, given, PLAIN)]
     events = ask(llm.engine, asked)
     problem = "it was when it was added" if changes else "has no adapter_model.safetensors"
     for failed in (events[0], events[2]):
         assert isinstance(failed, RequestError) and isinstance(failed.__cause__, ModelFileError)
-        assert problem in str(failed) and (not is_seen or "remove the adapter and add it again" in str(failed))
+        assert problem in str(failed) and "remove the adapter and add it again" in str(failed)
     assert list(events[1].answers[0].token_ids) == llama.want[1][1]
     assert list(events[3].answers[0].token_ids) == llama.want[0][1]
-    assert (llm.engine.stats.num_failed_steps == 0) is is_seen
+    assert llm.engine.stats.num_failed_steps == 0
     [event] = ask(llm.engine, [(first, given, PLAIN)])
     assert list(event.answers[0].token_ids) == llama.want[1][1]
 

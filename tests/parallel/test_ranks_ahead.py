@@ -293,7 +293,7 @@ class Sleepy(Worker):
                 raise ValueError("later")
             return drawn(step.number)
 
-        return Begun(answers)
+        return Begun(answers, {})
 
     def execute(self, step: Step, masks: Any = None) -> Answers:
         return {"target": drawn(-step.number)}

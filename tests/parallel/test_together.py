@@ -19,8 +19,9 @@ class Failing:
         self.is_through = True  # with the step before
         self._gets_through = gets_through
 
-    def prepare(self, forward: LaneForward) -> None:
+    def prepare(self, forward: LaneForward) -> dict[int, str]:
         """There is nothing to copy."""
+        return {}
 
     def tell_adapters(self, step: Step) -> None:
         """There are none."""
