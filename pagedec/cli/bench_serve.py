@@ -39,6 +39,9 @@ class LoadOptions:
     """What is sent, to whom, how fast."""
 
     address: str = option(ADDRESS, Text("the server's address"))
+    model: tuple[str, ...] = option(
+        (), Texts("name of the server's model, or of an adapter; several take turns; none: its model")
+    )
     num_prompts: int = option(64, Integer("requests", low=1))
     request_rate: float = option(0.0, Number("requests a second on the mean; 0: all at once", low=0))
     burstiness: float = option(
@@ -145,9 +148,11 @@ def made(options: LoadOptions, sampling: dict[str, Any]) -> list[pb.GenerateStre
     else:
         texts = read_prompts(options.dataset_path)
         prompts = [pr.Prompt(text=texts[i % len(texts)]) for i in range(options.num_prompts)]
+    common: dict[str, Any] = {"parameters": parameters, "stream_interval": options.stream_interval}
+    models = options.model or ("",)
     return [
-        pb.GenerateStreamRequest(prompt=prompt, parameters=parameters, stream_interval=options.stream_interval)
-        for prompt in prompts
+        pb.GenerateStreamRequest(prompt=prompt, model=models[i % len(models)], **common)
+        for i, prompt in enumerate(prompts)
     ]
 
 

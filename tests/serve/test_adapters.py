@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
+import runpy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +16,7 @@ import grpc
 import pytest
 
 from pagedec import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
+from pagedec.cli import bench_serve
 from pagedec.client import AsyncClient, ServedLora
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.serve.tracing import Tracer
@@ -37,6 +41,7 @@ from tests.serve.adapter_cases import (
     without_loras,
 )
 from tests.serve.serving import Loop, Serving, client_of, details, parameters, plain, prompt, reason, streamed
+from tests.serve.test_load import ROOT, bench
 from tests.serve.test_metrics import scraped
 from tests.support import wait_for
 
@@ -326,3 +331,26 @@ def test_chats_texts_and_beams_through_one(texts: tuple[Serving, LLM, LoRAReques
         assert str(outputs[-1].tree())
         with pytest.raises(NotFound):
             client.chat(hi, params)
+
+
+def test_the_example_goes_through_one(texts: tuple[Serving, LLM, LoRARequest]) -> None:
+    serving, llm, lora = texts
+    example, shown = runpy.run_path(str(ROOT / "examples" / "grpc_client.py")), io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        example["main"](f"127.0.0.1:{serving.server.port}", "tuned")
+    params, prompts = SamplingParams(temperature=0, max_tokens=12, stop=["\n"]), ["The capital of France is"]
+    [want], [plain] = (llm.generate(prompts, params, use_tqdm=False, lora_request=own) for own in (lora, None))
+    assert shown.getvalue().startswith(f"{prompts[0]!r} -> {want.outputs[0].text!r}\n")
+    assert want.outputs[0].text != plain.outputs[0].text
+
+
+def test_a_load_names_them_in_turns(texts: tuple[Serving, LLM, LoRARequest]) -> None:
+    serving, _, _ = texts
+    requests = bench_serve.made(bench_serve.LoadOptions(model=("tuned", "bytes"), num_prompts=5), {})
+    assert [request.model for request in requests] == ["tuned", "bytes", "tuned", "bytes", "tuned"]
+    assert [own.model for own in bench_serve.made(bench_serve.LoadOptions(num_prompts=2), {})] == ["", ""]
+    flags = ["--address", f"127.0.0.1:{serving.server.port}", "--num-prompts", "4", "--output-len", "3"]
+    done = bench("--json", *flags, "--model", "tuned", "--model", "bytes")
+    assert done.returncode == 0 and json.loads(done.stdout)["completed"] == 4, done.stderr
+    none = bench(*flags, "--model", "b1")
+    assert none.returncode == 1 and "NOT_FOUND: there is no such model; known are bytes, tuned" in none.stderr
