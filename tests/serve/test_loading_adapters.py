@@ -57,6 +57,22 @@ def test_one_comes_while_others_run(adapters: Serving, adapted: Adapted, admin: 
     running.cancel()
 
 
+def test_one_path_under_two_names(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
+    """They share what is cached, and each comes and goes by itself."""
+    for name in ("b1", "b2"):
+        admin.LoadAdapter(ab.LoadAdapterRequest(name=name, path="a1"))
+    want, what = adapted.want(adapted.loras[0], PROMPTS[3]), PROMPTS[3]
+    with client_of(adapters) as client:
+        assert [model.name for model in client.models()][-2:] == ["b1", "b2"]
+        found = [client.generate(what, GREEDY, lora_request=ServedLora(name))[0] for name in ("b1", "b2")]
+        assert [output.outputs[0].token_ids for output in found] == [want] * 2
+        assert [output.num_cached_tokens for output in found] == [0, (len(what) - 1) // 16 * 16]
+        admin.UnloadAdapter(ab.UnloadAdapterRequest(name="b1"))
+        [output] = client.generate(what, GREEDY, lora_request=ServedLora("b2"))
+        assert output.outputs[0].token_ids == want
+    assert adapters.server.gateway.models.names == ["base", "a1", "a2", "a3", "b2"]
+
+
 def test_one_goes_while_its_requests_run(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
     """And while they wait: who has named it goes on, and another one under its name is another one."""
     want, other = (adapted.want(lora, PROMPTS[1], 40) for lora in adapted.loras[:2])
