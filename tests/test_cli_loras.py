@@ -94,3 +94,13 @@ def test_it_wins_over_a_file(tiny: Path, lora: Path, tmp_path: Path, capsys: pyt
     flags = ["--config", str(tmp_path / "engine.toml"), *ENGINE, *GREEDY, "--json"]
     assert main.main(["generate", "Hello", *flags, "--lora", str(lora)]) == 0
     assert json.loads(capsys.readouterr().out)["outputs"][0]["text"] == answers(tiny, lora)[0]
+
+
+@pytest.mark.parametrize("command", ["generate x", "chat", "batch -i {tmp}/in -o {tmp}/out", "serve"])
+def test_a_file_has_none(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it has no flag that one command alone has, or that commands take in different ways."""
+    (tmp_path / "engine.toml").write_text('max_loras = 2\nlora = ["verse=/srv/verse"]\n')
+    given = command.format(tmp=tmp_path).split()
+    assert main.main([*given, "--config", str(tmp_path / "engine.toml")]) == main.USER_ERROR
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.endswith(f"engine.toml; it is a flag of pagedec {given[0]}: --lora")
