@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from pagedec import LLM, LoRARequest, SamplingParams
 from pagedec.cli import main
+from pagedec.cli.adapter_flags import given_lora, given_loras
 from tests.batch.tiny import make_lora, make_tiny
 
 ENGINE = ["--load-format", "dummy", "--num-blocks", "64"]
@@ -104,3 +106,10 @@ def test_a_file_has_none(command: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert main.main([*given, "--config", str(tmp_path / "engine.toml")]) == main.USER_ERROR
     [told] = capsys.readouterr().err.splitlines()
     assert told.endswith(f"engine.toml; it is a flag of pagedec {given[0]}: --lora")
+
+
+def test_names_may_have_slashes_where_they_must_be_given() -> None:
+    """As a server's may; where a name need not be given, what has one is a path."""
+    given = ["org/red=/srv/red=1", "blue=blue"]
+    assert given_loras(argparse.Namespace(lora=given)) == {"org/red": "/srv/red=1", "blue": "blue"}
+    assert given_lora(argparse.Namespace(lora=given[:1])) == LoRARequest("red=1", 1, "org/red=/srv/red=1")

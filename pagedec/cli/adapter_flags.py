@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 
 from pagedec.errors import InvalidArgument
-from pagedec.lora.request import LoRARequest
+from pagedec.lora.request import FILES, LoRARequest, read_named
 
 HINTS = {"--lora-modules": "it is written --lora NAME=PATH, given again for each"}
 """Of a command that takes several: vLLM's flag."""
-FILES = "a directory that PEFT has written, or a .gguf file"
 
 
 def add_lora_argument(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,9 @@ def given_lora(arguments: argparse.Namespace) -> LoRARequest | None:
     given, *others = arguments.lora
     if others:
         raise InvalidArgument("lora", others[0], f"must be one, and {given} is given; `pagedec batch` takes several")
-    name, path = _parts(given)
+    name, sign, path = given.partition("=")
+    if not sign or "/" in name:  # a path may have the sign behind its first folder
+        name, path = "", given
     if not path:
         raise InvalidArgument("lora", given, f"must be the path of {FILES}")
     return LoRARequest(name or Path(path).expanduser().absolute().name or path, 1, path)
@@ -40,18 +41,4 @@ def given_lora(arguments: argparse.Namespace) -> LoRARequest | None:
 
 def given_loras(arguments: argparse.Namespace) -> dict[str, str]:
     """The paths of adapters by their names. Raises InvalidArgument."""
-    found: dict[str, str] = {}
-    for given in arguments.lora or ():
-        name, path = _parts(given)
-        if not name or not path:
-            raise InvalidArgument("lora", given, f"must be NAME=PATH, the path that of {FILES}")
-        if name in found:
-            raise InvalidArgument("lora", given, f"must have a name of its own: {name} is {found[name]}")
-        found[name] = path
-    return found
-
-
-def _parts(given: str) -> tuple[str, str]:
-    """Name and path; a path may have the sign behind its first folder."""
-    name, sign, path = given.partition("=")
-    return (name, path) if sign and "/" not in name else ("", given)
+    return read_named(arguments.lora or ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -14,6 +15,21 @@ OF_VLLM = {
     "long_lora_max_len": (None, "adapters for longer contexts are"),
 }
 """Fields of vLLM's that there are not, what they may be, and what others ask for."""
+FILES = "a directory that PEFT has written, or a .gguf file"
+"""What an adapter's path is of."""
+
+
+def read_named(texts: Iterable[str]) -> dict[str, str]:
+    """The paths of adapters by their names, of texts NAME=PATH. Raises InvalidArgument about `lora`."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise InvalidArgument("lora", text, f"must be NAME=PATH, the path that of {FILES}")
+        if name in found:
+            raise InvalidArgument("lora", text, f"must have a name of its own: {name} is {found[name]}")
+        found[name] = path
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pagedec.errors import InvalidArgument, ModelFileError, NotFound, Shown
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.front import renamed
 from pagedec.llm.loras import KnownLora, Loras
+from pagedec.lora.request import FILES, read_named
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 
@@ -16,7 +17,6 @@ MOST_NAME = 200
 """Characters of an adapter's name: logs, metrics and traces have it."""
 MOST_PATH = 4096
 """Bytes of an adapter's path: as many as a system takes."""
-FILES = "a directory that PEFT has written, or a .gguf file"
 
 
 class ServedModels:
@@ -73,28 +73,18 @@ def served_models(llm: AsyncLLM, config: ServerConfig) -> ServedModels:
 
 def check_loras(config: ServerConfig) -> None:
     """Raise `InvalidArgument` for what can be seen to be wrong before there is a model."""
-    names = set()
-    for text in config.lora:
-        name, path = _parts(text)
-        if not name or not path or name in names:
-            raise InvalidArgument("lora", text, f"must be NAME=PATH, each name once, the path that of {FILES}")
-        names.add(name)
+    read_named(config.lora)
     if config.lora_dir is not None and not os.path.isdir(os.path.expanduser(config.lora_dir)):
         raise InvalidArgument("lora_dir", config.lora_dir, "must be a folder that is there")
-
-
-def _parts(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    return name, path
 
 
 def load_loras(llm: AsyncLLM, config: ServerConfig) -> None:
     """Load the adapters that there are from the start. Raises `InvalidArgument` and `ModelFileError`, which say which
     text of the option it is."""
     models = served_models(llm, config)
-    for text in config.lora:
+    for text, (name, path) in zip(config.lora, read_named(config.lora).items(), strict=True):
         try:
-            models.load(*_parts(text))
+            models.load(name, path)
         except ModelFileError as error:
             raise ModelFileError(error.path, str(error), "lora", text) from error
         except InvalidArgument as error:

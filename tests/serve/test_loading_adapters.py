@@ -306,7 +306,7 @@ def test_who_may_load_them(serve: Serve, adapted: Adapted, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "kind", "problem"),
     [
-        ("a1", InvalidArgument, r"^lora is 'a1': must be NAME=PATH, each name once"),
+        ("a1", InvalidArgument, r"^lora is 'a1': must be NAME=PATH, the path that of a"),
         ("=/x", InvalidArgument, r"^lora is '=/x': must be NAME=PATH"),
         ("mine={tmp}/none", ModelFileError, r"^lora is 'mine=.*/none': .*/none: does not exist$"),
         ("mine={tmp}", ModelFileError, r"^lora is 'mine=.*': .*adapter_config.json: "),

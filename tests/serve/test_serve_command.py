@@ -316,7 +316,7 @@ def test_adapters_of_the_command_line(started: Callable[..., Process], tiny_path
     missing, folder = f"tuned={tmp_path}/no", str(tmp_path)
     for flags, said in (
         (("--lora", missing), f"lora is {missing}: {tmp_path}/no: does not exist"),
-        (("--lora", "tuned"), "lora is tuned: must be NAME=PATH, each name once"),
+        (("--lora", "tuned"), "lora is tuned: must be NAME=PATH, the path that of"),
         (("--lora", "a=b", "--no-enable-lora"), "lora is [a=b]: must not be given with --no-enable-lora"),
         (("--lora-dir", folder), "admin_port is none: must be given, since lora_dir is"),
     ):
