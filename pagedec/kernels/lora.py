@@ -73,18 +73,19 @@ class LoraWeights:
 
     def put(self, write: Write, place: int, updates: Sequence[LoraUpdate | None]) -> None:
         """Let an adapter have a place: what it adds to each part, None: nothing."""
-        rank, n, k, dtype = self.b.shape[1], self.b.shape[2], self.a.shape[3], self.a.dtype
-        a, b = torch.zeros(len(updates), rank, k, dtype=dtype), torch.zeros(rank, n, dtype=dtype)
+        dtype = self.a.dtype
+        kind = np.int16 if dtype.itemsize == 2 else np.float32  # torch's threads would meet at each small scatter
+        a, b = (np.zeros(tuple(own.shape[1:]), kind) for own in (self.a, self.b))
         scales, ranks = np.zeros(len(updates), np.float32), np.zeros(len(updates), np.int32)
         for part, (update, outputs) in enumerate(zip(updates, self.of_parts, strict=True)):
             if update is None:
                 continue
             r = len(update.a)
-            a[part, :r] = update.a.to(dtype)
-            b[:r, torch.from_numpy(outputs)] = update.b.to(dtype).T
+            a[part, :r] = _bits(update.a.to(dtype)).numpy()
+            b[:r, outputs] = _bits(update.b.to(dtype)).numpy().T
             scales[part], ranks[part] = update.scale, r
-        write(_bits(self.a[place]), _bits(a).numpy())
-        write(_bits(self.b[place]), _bits(b).numpy())
+        write(_bits(self.a[place]), a)
+        write(_bits(self.b[place]), b)
         write(self.scales[place], scales)
         write(self.ranks[place], ranks)
 

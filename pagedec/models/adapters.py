@@ -88,10 +88,8 @@ class Adapters:
     ) -> None:
         self._sizes, self._whole, self._backend = sizes, whole, backend
         self._cuts = {} if part is None else whole.layer_cuts(part)
-        self.layers = [
-            {name: self._places(target) for name, target in targets(arch, i).items()} for i in range(arch.num_layers)
-        ]
         self._targets = [targets(arch, i) for i in range(arch.num_layers)]
+        self.layers = [{name: self._places(target) for name, target in own.items()} for own in self._targets]
 
     def _places(self, target: Target) -> LoraWeights:
         backend = self._backend
@@ -125,7 +123,9 @@ class Adapters:
             b = _cut(b, cut, 0)
         elif cut is not None and cut.axis == 1:
             a = _cut(a, cut, 1)
-        return LoraUpdate(torch.nn.functional.pad(a, (0, k - a.shape[1])), b, update.scale)
+        if a.shape[1] < k:
+            a = torch.nn.functional.pad(a, (0, k - a.shape[1]))
+        return LoraUpdate(a, b, update.scale)
 
 
 def _cut(matrix: torch.Tensor, cut: Portion, axis: int) -> torch.Tensor:
