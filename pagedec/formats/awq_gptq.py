@@ -114,7 +114,7 @@ class PackedSource(ScaledSource):
         if missing:
             raise ModelFileError(source.path, f"lacks tensor {min(missing)} of a quantised weight")
 
-    def scaled_shape(self, name: str) -> tuple[int, ...]:
+    def quantised_shape(self, name: str) -> tuple[int, ...]:
         """Return [n, k] of a quantised weight."""
         shape, in_a_word = self.source.shape(_part(name, "qweight")), 32 // self._config.bits
         if len(shape) != 2:

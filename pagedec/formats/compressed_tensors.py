@@ -1,4 +1,5 @@
-"""Checkpoints of the compressed-tensors format, as llm-compressor writes them, and of floats of 8 bits ("fp8").
+"""Checkpoints of the compressed-tensors format, as llm-compressor writes them, and of floats of 8 bits ("fp8",
+"fbgemm_fp8").
 
 A layer `NAME` has one of
 
@@ -125,6 +126,11 @@ def read_fp8(config: Mapping[str, Any]) -> CompressedConfig:
     return CompressedConfig("fp8", 8, False, rectangle, is_kept=False)
 
 
+def read_fbgemm(config: Mapping[str, Any]) -> CompressedConfig:
+    """The same of "fbgemm_fp8": floats of 8 bits with a scale an output."""
+    return CompressedConfig("fbgemm_fp8", 8, False, is_kept=False)
+
+
 def _rectangle(field: str, shape: object) -> tuple[int, int]:
     if isinstance(shape, str):  # "128x128"
         shape = [int(side) if side.isdecimal() else side for side in shape.split("x")]
@@ -169,7 +175,7 @@ class CompressedSource(ScaledSource):
         if lacking:
             raise ModelFileError(source.path, f"lacks tensor {min(lacking)} of a quantised weight")
 
-    def scaled_shape(self, name: str) -> tuple[int, ...]:
+    def quantised_shape(self, name: str) -> tuple[int, ...]:
         """Return [n, k] of a quantised weight, of which a packed one has a tensor."""
         if name not in self._packed:
             return self.source.shape(name)

@@ -8,11 +8,18 @@ from functools import partial
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats import bitsandbytes
 from pagedec.formats.awq_gptq import PackedSource, read_packed
-from pagedec.formats.compressed_tensors import CompressedSource, read_compressed, read_fp8
+from pagedec.formats.compressed_tensors import (
+    CompressedConfig,
+    CompressedSource,
+    read_compressed,
+    read_fbgemm,
+    read_fp8,
+)
 from pagedec.formats.files import read_json_object
 from pagedec.formats.resolve import ModelFiles
-from pagedec.formats.scaled import ScaledSource
+from pagedec.formats.scaled import QuantisedSource
 from pagedec.formats.source import WeightSource
 
 MXFP4 = "mxfp4"
@@ -29,7 +36,7 @@ class Quantised:
     bits: int
     has_blocks: bool
     is_kept: bool
-    opened: Callable[[WeightSource], ScaledSource]
+    opened: Callable[[WeightSource], QuantisedSource]
 
 
 def _packed(config: Mapping[str, Any]) -> Quantised:
@@ -37,21 +44,24 @@ def _packed(config: Mapping[str, Any]) -> Quantised:
     return Quantised(known.method, known.bits, True, known.is_kept, partial(PackedSource, config=known))
 
 
-def _compressed(config: Mapping[str, Any]) -> Quantised:
-    known = read_compressed(config)
+def _compressed(read: Callable[[Mapping[str, Any]], CompressedConfig], config: Mapping[str, Any]) -> Quantised:
+    known = read(config)
     return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(CompressedSource, config=known))
 
 
-def _fp8(config: Mapping[str, Any]) -> Quantised:
-    known = read_fp8(config)
-    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(CompressedSource, config=known))
+def _bitsandbytes(config: Mapping[str, Any]) -> Quantised:
+    if bitsandbytes.read_bits(config) == 4:
+        return Quantised(bitsandbytes.METHOD, 4, False, False, bitsandbytes.FourBitSource)
+    return Quantised(bitsandbytes.METHOD, 8, True, True, bitsandbytes.EightBitSource)
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantised]] = {
     "awq": _packed,
     "gptq": _packed,
-    "compressed-tensors": _compressed,
-    "fp8": _fp8,
+    "compressed-tensors": partial(_compressed, read_compressed),
+    "fp8": partial(_compressed, read_fp8),
+    "fbgemm_fp8": partial(_compressed, read_fbgemm),
+    "bitsandbytes": _bitsandbytes,
 }
 
 
@@ -72,6 +82,8 @@ def quantised(files: ModelFiles, others: Sequence[str] = ()) -> Quantised | None
 def read_quantised(config: Mapping[str, Any]) -> Quantised:
     """Return what a quantization_config says. Raises InvalidArgument for what cannot be read."""
     method = config.get("quant_method", config.get("method"))
+    if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+        method = bitsandbytes.METHOD  # as transformers takes it: the first releases wrote no more
     if not isinstance(method, str) or method not in METHODS:
         limit = f"is not supported; supported are {', '.join(METHODS)}"
         raise InvalidArgument("quantization_config.quant_method", method, limit)

@@ -84,25 +84,33 @@ class ScaledWeight:
         return rows if rows.shape[1] == 1 else rows.repeat_interleave(self.width, 1)[:, :k]
 
 
-class ScaledSource(ABC):
-    """A source some of whose weights are such ones. Whoever derives from it says which, and makes them of what is
-    stored."""
+class QuantisedSource(ABC):
+    """A source some of whose weights are made of what is stored as small integers. Whoever derives from it says which,
+    and makes them."""
 
-    def __init__(self, source: WeightSource, scaled: Collection[str], used: Collection[str]) -> None:
-        """`scaled`: the names that they are asked for by; `used`: those of stored tensors that they are made of, or
+    def __init__(self, source: WeightSource, quantised: Collection[str], used: Collection[str]) -> None:
+        """`quantised`: the names that they are asked for by; `used`: those of stored tensors that they are made of, or
         that nobody needs."""
-        self.source, self.scaled = source, frozenset(scaled)
+        self.source, self.quantised = source, frozenset(quantised)
         self.stored = frozenset(source.names())
-        taken = self.scaled.union(used)
-        self._names = [name for name in source.names() if name not in taken] + sorted(self.scaled)
+        taken = self.quantised.union(used)
+        self._names = [name for name in source.names() if name not in taken] + sorted(self.quantised)
 
     @abstractmethod
-    def scaled_shape(self, name: str) -> tuple[int, ...]:
-        """Return [n, k] of a scaled weight."""
+    def quantised_shape(self, name: str) -> tuple[int, ...]:
+        """Return [n, k] of a quantised weight."""
 
     @abstractmethod
-    def scaled_weight(self, name: str) -> ScaledWeight:
-        """Return a scaled weight. Raises ModelFileError where its parts do not fit each other."""
+    def numbers(self, name: str) -> torch.Tensor:
+        """Return the values of a quantised weight. Raises ModelFileError where its parts do not fit each other."""
+
+    def numbers_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `numbers` has."""
+        return torch.float32
+
+    def quantised_blocks(self, name: str) -> Blocks | None:
+        """Return a quantised weight in blocks, None where there are none that say the same."""
+        return None
 
     @property
     def path(self) -> Path:
@@ -110,27 +118,56 @@ class ScaledSource(ABC):
         return self.source.path
 
     def names(self) -> list[str]:
-        """Return all names, scaled weights last."""
+        """Return all names, quantised weights last."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape; of a scaled weight [n, k]."""
-        return self.scaled_shape(name) if name in self.scaled else self.source.shape(name)
+        """Return a tensor's shape; of a quantised weight [n, k]."""
+        return self.quantised_shape(name) if name in self.quantised else self.source.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `load` gives."""
-        return torch.float32 if name in self.scaled else self.source.dtype(name)
+        return self.numbers_dtype(name) if name in self.quantised else self.source.dtype(name)
 
     def load(self, name: str) -> torch.Tensor:
-        """Return the tensor, fp32 where it is scaled; treat it as read-only."""
-        return self._checked(name).numbers() if name in self.scaled else self.source.load(name)
+        """Return the tensor, as numbers where it is quantised; treat it as read-only."""
+        return self.numbers(name) if name in self.quantised else self.source.load(name)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return a scaled weight in blocks, None where there are none that say the same, and for another tensor.
+        """Return a quantised weight in blocks, None where there are none that say the same, and for another tensor.
 
         Raises ModelFileError where its parts do not fit each other, or a scale is more than fp16 has.
         """
-        return self._checked(name).blocks() if name in self.scaled else self.source.blocks(name)
+        return self.quantised_blocks(name) if name in self.quantised else self.source.blocks(name)
+
+    def zero_biases(self) -> list[str]:
+        """Return the biases of quantised weights that are 0: AutoGPTQ gave one to each layer, wanted or not."""
+        biases = [bias for name in self.quantised if (bias := name.removesuffix("weight") + "bias") in self.stored]
+        return [bias for bias in biases if not self.source.load(bias).any()]
+
+    def release(self) -> None:
+        """Give up the memory of what was read."""
+        self.source.release()
+
+
+class ScaledSource(QuantisedSource):
+    """One whose quantised weights are such as `ScaledWeight` has."""
+
+    @abstractmethod
+    def scaled_weight(self, name: str) -> ScaledWeight:
+        """Return a quantised weight. Raises ModelFileError where its parts do not fit each other."""
+
+    @abstractmethod
+    def scale_name(self, name: str) -> str:
+        """Return the name of a quantised weight's scales."""
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """Return a quantised weight, fp32."""
+        return self._checked(name).numbers()
+
+    def quantised_blocks(self, name: str) -> Blocks | None:
+        """Return a quantised weight in blocks, None where there are none that say the same."""
+        return self._checked(name).blocks()
 
     def _checked(self, name: str) -> ScaledWeight:
         weight, stored = self.scaled_weight(name), self.scale_name(name)
@@ -139,19 +176,6 @@ class ScaledSource(ABC):
         if not torch.isfinite(weight.scale.half()).all():
             raise ModelFileError(self.path, f"tensor {stored} has a scale that is infinite or NaN, as fp16 has it")
         return replace(weight, scale=weight.scale.float())  # floats of 8 bits cannot be compared
-
-    @abstractmethod
-    def scale_name(self, name: str) -> str:
-        """Return the name of a scaled weight's scales."""
-
-    def zero_biases(self) -> list[str]:
-        """Return the biases of scaled weights that are 0: AutoGPTQ gave one to each layer, wanted or not."""
-        biases = [bias for name in self.scaled if (bias := name.removesuffix("weight") + "bias") in self.stored]
-        return [bias for bias in biases if not self.source.load(bias).any()]
-
-    def release(self) -> None:
-        """Give up the memory of what was read."""
-        self.source.release()
 
 
 def unpacked_rows(words: torch.Tensor, bits: int) -> torch.Tensor:

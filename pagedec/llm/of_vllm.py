@@ -30,6 +30,7 @@ SPELLINGS = {
     "attention_backend": {"FLASH_ATTN": "flash-attn", "XFORMERS": "xformers"},
     "dtype": {"float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "load_format": {"bitsandbytes": "auto"},
     "quantization": {"gptq_marlin": "gptq", "awq_marlin": "awq"},
     "model_impl": {"vllm": "native"},
     "executor": {"mp": "process", "uni": "inline"},

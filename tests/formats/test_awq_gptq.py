@@ -243,11 +243,8 @@ def test_configurations(config: dict[str, Any], expected: PackedConfig) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"quant_method": "bitsandbytes"},
-            "config.quant_method is 'bitsandbytes': is not supported; supported are awq",
-        ),
-        ({"load_in_4bit": True}, "quantization_config.quant_method is None: is not supported"),
+        ({"quant_method": "vptq"}, "config.quant_method is 'vptq': is not supported; supported are awq"),
+        ({"bits": 4}, "quantization_config.quant_method is None: is not supported"),
         ({"quant_method": ["awq"]}, r"quantization_config.quant_method is \['awq'\]: is not supported"),
         ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits is 3: must be 4 or 8"),
         ({"quant_method": "awq", "bits": 8}, "quantization_config.bits is 8: must be 4"),

@@ -273,6 +273,7 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
         (said(config_groups=INPUTS), "compressed-tensors", 4, True, True),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8, False, False),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, False, False),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8", 8, False, False),
     ],
 )
 def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool, is_kept: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.source import WeightSource
+from pagedec.formats.turned import TurnedLayers
 from pagedec.formats.values import one_of, positive_int, required
 from pagedec.kernels.backend import NO_ROTATION, AttentionShape, Backend, CacheTensors, Plan
 from pagedec.kernels.program import Program
@@ -29,6 +31,7 @@ DEFAULTS = {
 }  # fmt: skip
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+LAYERS = r"(transformer\.)?h\.\d+\.(attn|mlp)\.c_\w+\.weight"
 FILE_NAMES = ((r"transformer\.", ""), (r"h\.\d+\.attn\.(masked_)?bias", None))  # the masks that old files hold
 Norm = tuple[torch.Tensor, torch.Tensor]
 
@@ -210,4 +213,5 @@ class GPT2(RecordedModel):
         self.record_logits(p, b, self.lm_head)
 
 
-FAMILY = Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",), read, GPT2, ("gpt2",), read_gguf)
+TURNED = partial(TurnedLayers, pattern=LAYERS)
+FAMILY = Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",), read, GPT2, ("gpt2",), read_gguf, adapt=TURNED)
