@@ -256,7 +256,7 @@ class EightBitSource(ScaledSource):
         elif not largest.dtype.is_floating_point or largest.numel() != len(q):
             told = f"{self.scale_name(name)} is {largest.dtype} {list(largest.shape)}"
             problem = f"{told}, not floating point for each of {len(q)} rows"
-        elif not bool(torch.isfinite(largest).all()):
+        elif not bool(torch.isfinite(largest.float()).all()):  # floats of 8 bits cannot be asked
             problem = f"{self.scale_name(name)} has a scale that is infinite or NaN"
         elif order in self.stored and bool((self.source.load(order) != 0).any()):
             problem = f"{order} is not 0: other orders of values than row by row are not supported"

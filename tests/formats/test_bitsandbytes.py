@@ -296,6 +296,11 @@ def test_a_scale_that_fp16_has_not(tmp_path: Path) -> None:
         ("weight", torch.zeros(16, 8, 8).char(), rf"{NAME} is torch.int8 \[16, 8, 8\], not int8 of two dimensions"),
         ("SCB", torch.ones(15), rf"{STEM}.SCB is torch.float32 \[15\], not floating point for each of 16 rows"),
         ("SCB", torch.ones(16).int(), rf"{STEM}.SCB is torch.int32 \[16\], not floating point for each of 16 rows"),
+        (
+            "SCB",
+            torch.full((16,), torch.nan).to(torch.float8_e4m3fn),
+            f"{STEM}.SCB has a scale that is infinite or NaN",
+        ),
         ("SCB", torch.full((16,), torch.nan), f"{STEM}.SCB has a scale that is infinite or NaN"),
         ("weight_format", torch.tensor(2).byte(), f"{STEM}.weight_format is not 0: other orders of values"),
     ],
