@@ -32,7 +32,7 @@ from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = (
     *("int8", "int8_weight_only", "int4", "int4_128", "int4_zero", "int4_zero_128"),
-    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes", "mxfp4", "off"),
+    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "mxfp4", "off"),
 )
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")

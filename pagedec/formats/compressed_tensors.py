@@ -1,5 +1,5 @@
 """Checkpoints of the compressed-tensors format, as llm-compressor writes them, and of floats of 8 bits ("fp8",
-"fbgemm_fp8").
+"fbgemm_fp8", "modelopt").
 
 A layer `NAME` has one of
 
@@ -27,6 +27,7 @@ from pagedec.formats.source import WeightSource
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 STRATEGIES = ("tensor", "channel", "group", "block")
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 BITS = {"int": (4, 8), "float": (8,)}
 SCATTERED = (True, "group", "dynamic")
 """What `actorder` says where each input names its group."""
@@ -129,6 +130,15 @@ def read_fp8(config: Mapping[str, Any]) -> CompressedConfig:
 def read_fbgemm(config: Mapping[str, Any]) -> CompressedConfig:
     """The same of "fbgemm_fp8": floats of 8 bits with a scale an output."""
     return CompressedConfig("fbgemm_fp8", 8, False, is_kept=False)
+
+
+def read_modelopt(config: Mapping[str, Any]) -> CompressedConfig:
+    """The same of "modelopt", NVIDIA's Model Optimizer: floats of 8 bits with a scale a weight or an output. Raises
+    InvalidArgument for its other forms."""
+    nested = config.get("quantization")
+    said = nested if isinstance(nested, Mapping) else config
+    _one_of("quant_algo", said.get("quant_algo"), MODELOPT)
+    return CompressedConfig("modelopt", 8, False, is_kept=False)
 
 
 def _rectangle(field: str, shape: object) -> tuple[int, int]:

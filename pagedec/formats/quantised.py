@@ -16,6 +16,7 @@ from pagedec.formats.compressed_tensors import (
     read_compressed,
     read_fbgemm,
     read_fp8,
+    read_modelopt,
 )
 from pagedec.formats.files import read_json_object
 from pagedec.formats.resolve import ModelFiles
@@ -61,6 +62,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantised]] = {
     "compressed-tensors": partial(_compressed, read_compressed),
     "fp8": partial(_compressed, read_fp8),
     "fbgemm_fp8": partial(_compressed, read_fbgemm),
+    "modelopt": partial(_compressed, read_modelopt),
     "bitsandbytes": _bitsandbytes,
 }
 

@@ -274,6 +274,8 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8, False, False),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, False, False),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8", 8, False, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "modelopt", 8, False, False),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "modelopt", 8, False, False),
     ],
 )
 def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool, is_kept: bool) -> None:
@@ -321,6 +323,11 @@ def test_whether_all_weights_have_zero_points() -> None:
             said(transform_config={"config_groups": {"R3": {}}}),
             "transform_config is .*: is not supported: inputs would",
         ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "config.quant_algo is 'NVFP4': is not supported; supported",
+        ),
+        ({"quant_method": "modelopt"}, "config.quant_algo is None: is not supported; supported are FP8, FP8_PER_CHANN"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "config.weight_block_size is 128: must be two sizes of at"),
     ],
 )

@@ -169,6 +169,8 @@ def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     own: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": 32}
+    if method == "modelopt":
+        own = {"quant_method": method, "quant_algo": "FP8", "ignore": ["lm_head"]}
     if method == "fbgemm_fp8":
         own = {"quant_method": method, "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     if method == "fp8":
@@ -181,6 +183,10 @@ def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
 
 def parts_of(method: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors that a method keeps a weight in."""
+    if method == "modelopt":
+        one = weight.abs().max() / 448
+        unused = {"input_scale": torch.tensor(0.5), "k_scale": torch.tensor(1.0)}
+        return {"weight": (weight / one).to(torch.float8_e4m3fn), "weight_scale": one, **unused}
     if method == "fbgemm_fp8":
         scale = weight.abs().amax(1, keepdim=True) / 448
         return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
@@ -258,16 +264,17 @@ def test_neighbours_change_nothing(method: str, checkpoints: Checkpoints, tmp_pa
     assert_neighbours_change_nothing(tmp_path / "small", checkpoints("llama").tokens)
 
 
-def test_rows_of_floats_of_8_bits_are_numbers(checkpoints: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "modelopt"])
+def test_floats_of_8_bits_are_numbers(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama")
-    quantised_checkpoint(checkpoint.path, tmp_path / "rows", "fbgemm_fp8")
+    quantised_checkpoint(checkpoint.path, tmp_path / "rows", method)
 
     def rounded(name: str, weight: torch.Tensor) -> torch.Tensor:
-        parts = parts_of("fbgemm_fp8", weight)
+        parts = parts_of(method, weight)
         return parts["weight"].float() * parts["weight_scale"] if is_quantised(name, weight) else weight
 
     plain_checkpoint(checkpoint.path, tmp_path / "plain", rounded)
-    for asked in ({}, {"quantization": "fbgemm_fp8"}, {"quantization": "int4"}):
+    for asked in ({}, {"quantization": method}, {"quantization": "int4"}):
         config = config_of(tmp_path / "rows", **asked)
         form = weight_form(config.model)
         assert form == (asked.get("quantization") if "int4" in asked.values() else None)
