@@ -32,7 +32,8 @@ from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = (
     *("int8", "int8_weight_only", "int4", "int4_128", "int4_zero", "int4_zero_128"),
-    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "mxfp4", "off"),
+    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "torchao"),
+    *("mxfp4", "off"),
 )
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
@@ -88,9 +89,8 @@ class ModelConfig:
         None,
         Text(
             "weights of linear layers: int8, inputs too; int8_weight_only: inputs as they are; int4 in groups of 32 or "
-            "128, with or without zero points; gguf: as a .gguf file has them; off: as dtype says; by default as a "
-            "checkpoint in AWQ, GPTQ, compressed-tensors, bitsandbytes or MXFP4 has them, numbers where that has "
-            "floats of 8 or 4 bits",
+            "128, with or without zero points; gguf: as a .gguf file has them; off: as dtype says; by default the "
+            "integers or MXFP4 that a checkpoint has, else numbers",
             choices=QUANTIZATIONS,
             optional=True,
         ),

@@ -22,6 +22,7 @@ from pagedec.formats.files import read_json_object
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.scaled import QuantisedSource
 from pagedec.formats.source import WeightSource
+from pagedec.formats.torchao import TorchaoSource, read_torchao
 
 MXFP4 = "mxfp4"
 """Experts in 4 bits with a power of two for each 32 (OCP Microscaling, 2023), as gpt-oss is published: read by its
@@ -50,6 +51,11 @@ def _compressed(read: Callable[[Mapping[str, Any]], CompressedConfig], config: M
     return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(CompressedSource, config=known))
 
 
+def _torchao(config: Mapping[str, Any]) -> Quantised:
+    known = read_torchao(config)
+    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(TorchaoSource, config=known))
+
+
 def _bitsandbytes(config: Mapping[str, Any]) -> Quantised:
     if bitsandbytes.read_bits(config) == 4:
         return Quantised(bitsandbytes.METHOD, 4, False, False, bitsandbytes.FourBitSource)
@@ -64,6 +70,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantised]] = {
     "fbgemm_fp8": partial(_compressed, read_fbgemm),
     "modelopt": partial(_compressed, read_modelopt),
     "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
 }
 
 

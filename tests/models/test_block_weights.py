@@ -169,6 +169,9 @@ def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     own: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": 32}
+    if method == "torchao":
+        data = {"weight_dtype": {"_type": "torch.dtype", "_data": "int4"}}
+        own = {"quant_method": method, "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": data}}}
     if method == "modelopt":
         own = {"quant_method": method, "quant_algo": "FP8", "ignore": ["lm_head"]}
     if method == "fbgemm_fp8":
@@ -197,6 +200,9 @@ def parts_of(method: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         values = (pieces / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
         return {"weight": values, "weight_scale_inv": scale}
     q, zero, scale = in_groups(weight)
+    if method == "torchao":
+        signed = [(part.int() - 8).to(torch.int8) for part in (q, zero)]
+        return {"_weight_qdata": signed[0], "_weight_zero_point": signed[1], "_weight_scale": scale}
     order = list(range(8)) if method != "awq" else [0, 2, 4, 6, 1, 3, 5, 7]
     if method == "compressed-tensors":
         zeros, shape = nibbles(zero.T.contiguous(), order).T.contiguous(), torch.tensor(weight.shape)
@@ -218,7 +224,7 @@ def plain_checkpoint(source: Path, target: Path, of: Callable[[str, torch.Tensor
     (target / "config.json").write_text((source / "config.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "torchao"])
 def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama")
     quantised_checkpoint(checkpoint.path, tmp_path / "four", method)
