@@ -5,8 +5,9 @@ To be read in this order; each file needs those before it, and few behind it:
 
 1. what is held: `block` (the pool), `offload` (what the host keeps of it), `table` (copy-on-write tables, and the
    copies that follow), `history` (accepted tokens as a trie), `cache_events` (what can be found, for who listens)
-2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `acceptance` (what became of drafts),
-   `stopping` and `stop_strings`, `constraint`, `cutting` (what stands of drawn tokens), `logits_rules`, `logprobs`
+2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `archive` (what requests leave to later
+   ones), `acceptance` (what became of drafts), `stopping` and `stop_strings`, `constraint`, `cutting` (what stands of
+   drawn tokens), `logits_rules`, `logprobs`
 3. who runs: `request` (branches and requests), `parked` (branches between two requests), `limits` (what may be used,
    what is refused at the door), `adapter_places` (which adapters are at hand), `resuming` (requests that were
    interrupted elsewhere)
@@ -16,7 +17,7 @@ To be read in this order; each file needs those before it, and few behind it:
 6. a step is planned: `planning`, by `rows`, `pausing` (prompts beside answers), `drafting`, `reuse` and `trunk` (the
    prefix cache), `demand` (who is let in), `preemption`; `ahead` (before the answers of the one before)
 7. a step is carried in: `cached` (what tables hold then), `checks` (what decoders and devices say), `children` (a
-   gang's generation as arrays), `settling`, `common` (what a gang shares), `conclusion` (where time is over),
+   gang's generation as arrays), `settling`, `common` (what a gang shares), `conclusion` (how requests end),
    `transition` (the only code that changes tables)
 8. `scheduler`: all of it together
 """

@@ -1,10 +1,10 @@
-"""How a request ends whose time is over: with the answers that it has by then."""
+"""How a request ends: by itself, or because its time is over, with the answers that it has by then."""
 
 from __future__ import annotations
 
 from pagedec.core.checks import check_verdict
 from pagedec.core.protocol import Hypothesis, Verdict
-from pagedec.core.request import Request
+from pagedec.core.request import Ended, Failed, Request
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, told
 
 
@@ -26,3 +26,16 @@ def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
     except Exception as error:
         raise RequestError(request.id, f"its decoder cannot conclude: {told(error)}") from error
     return list(answers)
+
+
+def ending(request: Request) -> Ended | Failed:
+    """Let the decoder of a request that is over leave something to later ones; what is to be told of the request."""
+    try:
+        request.decoder.ended(request.done)
+    except Exception as error:
+        if request.home is not None:
+            request.home.end()
+        failure = RequestError(request.id, f"its decoder cannot end: {told(error)}")
+        failure.__cause__ = error
+        return Failed(request, failure)
+    return Ended(request)

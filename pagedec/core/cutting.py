@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pagedec.core.constraint import Forbidden, cut_within
 from pagedec.core.stopping import COUNT, NO_STOPPING, Cut
 
 if TYPE_CHECKING:
     from pagedec.core.protocol import DecoderContext
-    from pagedec.core.request import Request
+    from pagedec.core.request import Branch, Request
 
 
 def cut_drawn(
@@ -30,6 +32,19 @@ def cut_drawn(
     if constraint is not None:
         raise Forbidden(0, (stop_state & COUNT) + num)
     return replace(cut, reason="length", is_stranded=True), after
+
+
+def closing(own: DecoderContext, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Which of a gang's continuations, `tokens[i]` behind `branches[places[i]]`, end because the constraint lets
+    nothing follow, or are stop tokens that it left no choice about, even before `min_tokens`: bool [len(tokens)].
+    Without a constraint none. The tokens must be ones that it allows."""
+    found = np.zeros(len(tokens), np.bool_)
+    constraint, stops = own.constraint, own.stopping.stops
+    if constraint is None:
+        return found
+    for i, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
+        found[i] = token in stops or constraint.is_over(constraint.next(branches[place].constraint_state, token))
+    return found
 
 
 def _num_meant(own: Request | DecoderContext, tip: int, stop_state: int, tokens: Sequence[int]) -> int:

@@ -42,6 +42,11 @@ class History:
         """How many tokens are kept, the dead ones too."""
         return len(self.token) - 1
 
+    @property
+    def salted(self) -> bytes:
+        """A key of the salt: who shares the blocks of prefixes has the same one."""
+        return self._key[0]
+
     def append_one(self, tip: int, token: int) -> int:
         """The node that continues `tip` by `token`."""
         node = len(self.token)

@@ -23,6 +23,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32
 
 if TYPE_CHECKING:
+    from pagedec.core.archive import Archive
     from pagedec.core.history import History
     from pagedec.core.request import Branch
 
@@ -286,6 +287,8 @@ class DecoderContext:
     draft_forced: bool = True
     """`forced` may be asked."""
     rules: LogitsRules = NO_RULES
+    archive: Archive | None = None
+    """What requests leave to later ones of the same engine. None: there is no engine."""
 
     def left(self, branch: Branch) -> int:
         """How many tokens ahead of `branch` a draft is of use: behind them there is room for one more."""
@@ -316,18 +319,6 @@ class DecoderContext:
             score=score,
             constraint_state=behind if own is None else own.next(behind, token),
         )
-
-    def closing(self, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Which of a gang's continuations, `tokens[i]` behind `branches[places[i]]`, end because the constraint lets
-        nothing follow, or are stop tokens that it left no choice about, even before `min_tokens`: bool [len(tokens)].
-        Without a constraint none. The tokens must be ones that it allows."""
-        closing = np.zeros(len(tokens), np.bool_)
-        own, stops = self.constraint, self.stopping.stops
-        if own is None:
-            return closing
-        for i, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
-            closing[i] = token in stops or own.is_over(own.next(branches[place].constraint_state, token))
-        return closing
 
     def forced(self, branch: Branch) -> Sequence[int]:
         """Tokens that must follow `branch`, because its constraint allows no other: a draft that is always right."""
@@ -393,6 +384,11 @@ class Decoder(Protocol):
         """The answers so far, best first, of a request whose time is over; `branches` are those that live. None: each
         living branch is one as it stands."""
         return None
+
+    def ended(self, answers: Sequence[Hypothesis]) -> None:
+        """The request is over, with these answers: what it leaves to later ones goes into `context.archive` now. Not
+        called of one that fails or is aborted."""
+        return
 
     def waiting(self) -> Iterable[Hypothesis] | None:
         """Of a gang: the answers that have ended and may still be done. Of others' tokens, and of branches that live no

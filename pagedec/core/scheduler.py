@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from pagedec.core.adapter_places import AdapterPlaces
 from pagedec.core.ahead import foresee, unforeseen, written_by
+from pagedec.core.archive import Archive
 from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
-from pagedec.core.conclusion import conclusion
+from pagedec.core.conclusion import conclusion, ending
 from pagedec.core.constraint import Constraint
 from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand
@@ -27,7 +28,7 @@ from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import holds_blocks, lose_kv, preempt
 from pagedec.core.protocol import Decoder, DecoderContext, Verdict
-from pagedec.core.request import Branch, Ended, Event, Failed, Request, Waiting, order_of
+from pagedec.core.request import Branch, Event, Failed, Request, Waiting, order_of
 from pagedec.core.settling import Settler, ranks_of
 from pagedec.core.standing import Method, Standing
 from pagedec.core.stopping import Stopping
@@ -55,6 +56,7 @@ class Scheduler:
         self._copies = self._new_copies()
         self._demand = Demand()
         self._methods: dict[type[Decoder], Method] = {}
+        self.archive = Archive()
         self.plans: list[StepPlan] = []  # those that are out, in the order of their steps
         self._events: list[Event] = []  # what has happened since the last settling
         self._num_arrivals = 0
@@ -93,8 +95,9 @@ class Scheduler:
         history, tip = History.of(limits.block_size, salt, prompt) if home is None else home.parked.place
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
         context = DecoderContext(
-            history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced, rules
-        )
+            history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced, rules,
+            self.archive,
+        )  # fmt: skip
         decoder = make_decoder(context)
         check_decoder(decoder)
         check_width(limits, decoder, len(prompt), limit)
@@ -102,15 +105,7 @@ class Scheduler:
         state = None if constraint is None else constraint.start(history.tokens(tip))
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt), constraint_state=state)
         request = Request(
-            request_id,
-            decoder,
-            history,
-            [root],
-            stopping,
-            limit,
-            priority,
-            -1,
-            len(prompt),
+            request_id, decoder, history, [root], stopping, limit, priority, -1, len(prompt),
             decoder.plain_sampler if limits.array_settle else None,
             NO_RULES if rules == NO_RULES else rules,
             None if reporting == NO_REPORTING else Reports(reporting),
@@ -118,7 +113,7 @@ class Scheduler:
             context.forced if constraint is not None and limits.draft_forced else None,
             settled_length=len(prompt),
             standing=self._standing_of(decoder),
-        )
+        )  # fmt: skip
         request.home, request.scored_from = home, len(prompt) if decoder.scores_given else None
         return request
 
@@ -369,7 +364,7 @@ class Scheduler:
     def _close_all(self, over: Sequence[Request], events: list[Event]) -> None:
         for request in over:
             self._close(request)
-            events.append(Ended(request))
+            events.append(ending(request))
 
     def _drop(self, request: Request) -> None:
         for branch in request.branches:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pagedec.core.cutting import closing
 from pagedec.core.protocol import (
     Answer,
     Best,
@@ -156,7 +157,7 @@ class Beam(Decoder):
         parents, tokens, scores = candidates.parents, candidates.tokens, candidates.scores
         ends = self.closers.find(self.length - 1, branches, parents, tokens)
         if self.context.constraint is not None:
-            ends |= self.context.closing(branches, parents, tokens)
+            ends |= closing(self.context, branches, parents, tokens)
         if last and self.v5:
             ends[:] = True
         running, ended = select(ends, self.group_width)

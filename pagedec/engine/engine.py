@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
 from pagedec.core.adapter_places import Adapter, salted
+from pagedec.core.archive import Archive
 from pagedec.core.limits import check_token_ids
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.parked import Call
@@ -30,6 +31,7 @@ from pagedec.errors import InvalidArgument, RequestError, Shown, counted
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
+from pagedec.speculation import speculation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Engine:
         self.seed, self.stats = seed, EngineStats()
         self.speculative = speculative
         self._check_speculation(speculative, "speculative_config")
+        scheduler.archive = Archive(None if speculative is None else speculation_of(speculative))
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars: Grammars | None = None

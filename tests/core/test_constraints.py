@@ -14,6 +14,7 @@ import pytest
 from pagedec.constraints.function import FunctionConstraint
 from pagedec.constraints.trie import TokenTrie, TrieConstraint
 from pagedec.core.constraint import Constraint, Forbidden, cut_within, permits
+from pagedec.core.cutting import closing
 from pagedec.core.masking import node_states, pack_rows, without
 from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch, Request
@@ -327,11 +328,11 @@ def test_a_gang_learns_which_continuations_end() -> None:
     branches = [Branch(root.tip, {}, 0, 0, 2, constraint_state=state) for state in states]
     context = DecoderContext(request.history, 2, 9, VOCABULARY, (), request.stopping, rules.constraint)
     places, tokens = np.array([0, 0, 1]), np.array([2, 4, EOS])
-    assert context.closing(branches, places, tokens).tolist() == [False, True, True]
+    assert closing(context, branches, places, tokens).tolist() == [False, True, True]
     endings = [context.ending(branches[place], token) for place, token in zip(places, tokens.tolist(), strict=True)]
     assert [None if cut is None else cut.reason for cut in endings] == [None, "stop", "stop"]
     free = DecoderContext(request.history, 2, 9, VOCABULARY, (), request.stopping)
-    assert not free.closing(branches, places, tokens).any()
+    assert not closing(free, branches, places, tokens).any()
 
 
 # ------------------------------------------------------------------------------------------------------------ the parts
