@@ -19,6 +19,7 @@ WAYS = {
     "plain": False,
     "n-grams": {"method": "ngram"},
     "n-grams, always 8 wide": {"method": "ngram", "num_speculative_tokens": 8, "adaptive": False},
+    "suffixes, of past answers too": {"method": "suffix"},
     "lookahead": {"method": "lookahead"},
     "the engine's": None,
 }
@@ -36,7 +37,7 @@ def main(model: str = "smollm2") -> None:
         metrics, texts = output.metrics, texts | {output.outputs[0].text}
         assert metrics is not None
         drafts = f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted tokens accepted"
-        print(f"{name:24} {metrics.num_output_tokens} tokens in {steps} steps and {seconds:.2f} s; {drafts}")
+        print(f"{name:30} {metrics.num_output_tokens} tokens in {steps} steps and {seconds:.2f} s; {drafts}")
     print(f"{len(texts)} text: {texts.pop()!r}")
 
     beams = BeamSearchParams(beam_width=3, max_tokens=20)  # plain, unless they say so

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, within
-from pagedec.fields import Flag, Integer, Rule, Text, check_fields, check_names, option, rules
+from pagedec.fields import Flag, Integer, Number, Rule, Text, check_fields, check_names, option, rules
 
 DRAFT_MODEL_FIELDS = (
     "model",
@@ -32,10 +32,12 @@ NEUTRAL: dict[str, Rule] = {
     "disable_padded_drafter_batch": Flag("drafts are not padded", optional=True),
 }
 """vLLM's fields that change nothing here."""
-ELSEWHERE = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "suffix")
+ELSEWHERE = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
 """vLLM's methods that there are not."""
 MOST = 1024
 """Of every number: far more than pays."""
+MOST_COMPARED = 64
+"""Last tokens that a method may compare one by one with what stands elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,35 @@ class NGramSpeculation(Speculation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixSpeculation(Speculation):
+    """Suffix decoding (Oliaro et al. 2024): what followed most often where a text ended alike, of its own or of answers
+    that have ended."""
+
+    method = "suffix"
+    num_speculative_tokens: int | None = option(
+        None, Integer("most tokens of a tree; none: suffix_decoding_max_tree_depth", 1, MOST, optional=True)
+    )
+    suffix_decoding_max_tree_depth: int = option(24, Integer("most last tokens that are compared", 1, MOST_COMPARED))
+    suffix_decoding_max_cached_requests: int = option(
+        10_000,
+        Integer(
+            "latest answers of others that are looked in; 0: none, and those of the request are not kept for others"
+        ),
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, Number("most tokens of a tree, as a multiple of how many last tokens were alike", low=0)
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, Number("how often a token, with those before it, must have followed: a share", low=0, high=1)
+    )
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", self.suffix_decoding_max_tree_depth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadSpeculation(Speculation):
     """Lookahead decoding (Fu et al. 2024): n-grams from a window of parallel Jacobi iterations, verified beside it."""
 
@@ -129,7 +160,14 @@ class DraftModelSpeculation(Speculation):
 
 
 METHODS: dict[str, type[Speculation]] = {
-    kind.method: kind for kind in (NGramSpeculation, LookaheadSpeculation, JacobiSpeculation, DraftModelSpeculation)
+    kind.method: kind
+    for kind in (
+        NGramSpeculation,
+        SuffixSpeculation,
+        LookaheadSpeculation,
+        JacobiSpeculation,
+        DraftModelSpeculation,
+    )  # fmt: skip
 }
 
 

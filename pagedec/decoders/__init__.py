@@ -10,6 +10,7 @@ from pagedec.decoders.ngram import NGram
 from pagedec.decoders.registry import decoder, decoder_for, make_decoder
 from pagedec.decoders.sampling import Sampling
 from pagedec.decoders.scoring import GivenText
+from pagedec.decoders.suffix import Suffix
 
 __all__ = [
     "Beam",
@@ -22,6 +23,7 @@ __all__ = [
     "NGram",
     "NGramBeam",
     "Sampling",
+    "Suffix",
     "decoder",
     "decoder_for",
     "make_decoder",

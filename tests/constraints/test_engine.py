@@ -89,7 +89,7 @@ def test_every_way_to_draft_changes_no_bit(kind: str) -> None:
         for case in cases:
             assert got[case.name].answers == want[case.name].answers, case.name
         guessed = {name: counts.num_drafted for name, counts in engine.stats.drafts.items()}
-        assert set(guessed) == {"ngram", "lookahead", "jacobi", "draft_model"} and guessed["jacobi"] > 0
+        assert set(guessed) == {"ngram", "suffix", "lookahead", "jacobi", "draft_model"} and guessed["jacobi"] > 0
 
 
 @pytest.mark.sampled(4, alike=["kind"])

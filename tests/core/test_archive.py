@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from pagedec.core.archive import Archive
 from pagedec.core.protocol import DecoderContext, Hypothesis
 from pagedec.core.request import Ended, Event, Failed, Request
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling, make_decoder
+from pagedec.decoders.suffix import PastAnswers
 from pagedec.params import SamplingParams
 from pagedec.speculation import Speculation
 from tests.algorithms.beam import BeamParams
@@ -18,6 +22,7 @@ from tests.core.fake import FakeEngine
 from tests.core.world import World, limits, results
 
 PROMPT = [1, 2, 3, 4, 5, 6]
+SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}
 
 
 class Notes(list[list[list[int]]]):
@@ -131,3 +136,34 @@ def test_a_gang_s_answers_are_told_too() -> None:
 def test_an_archive_has_one_of_each_kind() -> None:
     archive = Archive()
     assert archive.of(Notes) is archive.of(Notes) is not archive.of(Others)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_answer_follows_from_what_others_left(seed: int) -> None:
+    """Requests of one engine, one crowd after another, in a small pool, preempted and aborted: each has the answer that
+    a plain list gives. What others leave only saves steps."""
+    world, rng = World(seed), random.Random(seed)
+    engine = FakeEngine(world.models, limits(rng.choice([14, 30]), max_num_batched_tokens=rng.choice([9, 24])))
+    cases = []
+    for i in range(6):
+        case = world.sampling_case(SamplingParams, i % 3 or None, rng.choice([1, 3]), speculative=SUFFIX)
+        cases.append(replace(case, name=f"{i}"))
+    steps = []
+    for crowd in range(4):
+        first, gone = engine.num_steps, set[str]()
+        running = [(case, replace(case, name=f"{crowd}/{case.name}").add(engine.scheduler)) for case in cases]
+        while not engine.scheduler.idle:
+            engine.step()
+            if rng.random() < 0.1 and engine.scheduler.requests:
+                engine.scheduler.preempt(rng.choice(engine.scheduler.requests).id)
+            if crowd == 1 and rng.random() < 0.1 and engine.scheduler.requests:
+                aborted = rng.choice(engine.scheduler.requests).id
+                engine.scheduler.abort(aborted)
+                gone.add(aborted)
+        for case, request in running:
+            if request.id not in gone:
+                assert results(request) == case.want, (crowd, case.name)
+        steps.append(engine.num_steps - first)
+    assert len(engine.scheduler.archive.of(PastAnswers)) > 20
+    assert steps[-1] < steps[0]
+    engine.check_whole()

@@ -191,7 +191,7 @@ def test_tokens_without_a_choice_are_one_step(array_settle: bool) -> None:
     assert found[0][0] < found[1][0] and found[0][1] > 0 == found[1][1]
 
 
-@pytest.mark.parametrize("method", ["ngram", "lookahead", "jacobi", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "jacobi", "draft_model"])
 @pytest.mark.parametrize("seed", range(4))
 def test_who_drafts_guesses_where_there_is_a_choice(method: str, seed: int) -> None:
     """What is forced is drafted by itself, and is none of the guesses that are counted."""

@@ -142,8 +142,8 @@ def test_the_example_of_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "speculation.py"))["main"]()
     lines = capsys.readouterr().out.splitlines()
     steps = {
-        line[:24].strip(): int(line.split(" in ")[1].split()[0]) for line in lines if " drafted tokens accepted" in line
+        line[:30].strip(): int(line.split(" in ")[1].split()[0]) for line in lines if " drafted tokens accepted" in line
     }
-    assert steps["plain"] == 40 and steps["n-grams, always 8 wide"] < 20 and len(steps) == 5
+    assert steps["plain"] == 40 and steps["n-grams, always 8 wide"] < 20 and len(steps) == 6
     assert any(line.startswith("1 text: ") for line in lines) and "beams: the same with drafts" in lines
     assert any(line.startswith("ngram: accepted by place ") for line in lines)

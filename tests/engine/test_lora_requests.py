@@ -117,7 +117,7 @@ def test_beams(with_loras: Make, adapted: Adapted) -> None:
         assert all(one.lora_request is lora for one in output.sequences)
 
 
-@pytest.mark.parametrize("method", ["ngram", "lookahead", "jacobi", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "jacobi", "draft_model"])
 def test_speculation(with_loras: Make, adapted: Adapted, method: str) -> None:
     """Drafts of the model without adapters are still only drafts."""
     table: dict[str, Any] = {"method": method}

@@ -29,12 +29,12 @@ from tests.equivalence.conftest import TINY
 from tests.models.checkpoints import VOCAB, make_checkpoint, variant
 from tests.support import add, drain, step
 
-TABLES: dict[str, dict[str, Any]] = {
+TABLES: dict[str, dict[str, Any]] = {  # of fixed widths
     "ngram": {"method": "ngram", "num_candidates": 2, "adaptive": False},
+    "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 3.0, "adaptive": False},
     "lookahead": {"method": "lookahead", "window_size": 4, "ngram_size": 3, "num_guesses": 3, "adaptive": False},
     "jacobi": {"method": "jacobi", "num_speculative_tokens": 5, "adaptive": False},
 }
-"""Of fixed widths: what is drafted follows from the request."""
 
 
 @pytest.fixture(scope="session")
@@ -279,8 +279,8 @@ def test_decoders_of_one_s_own_are_left_alone(tiny: Tiny) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(("table", "message"), [
-    ({}, "method is None: must be one of ngram, lookahead, jacobi, draft_model"),
-    ({"method": "nrgam"}, "method is 'nrgam': must be one of ngram, lookahead, jacobi, draft_model"),
+    ({}, "method is None: must be one of ngram, suffix, lookahead, jacobi, draft_model"),
+    ({"method": "nrgam"}, "method is 'nrgam': must be one of ngram, suffix, lookahead, jacobi, draft_model"),
     ({"method": ["ngram"]}, r"method is \['ngram'\]: must be one of ngram"),
     ({"method": "ngram", "gamma": 3}, "gamma is 3: not a field of the method ngram; known are method, num_specu"),
     ({"method": "ngram", "window_size": 3}, "window_size is 3: not a field of the method ngram"),
@@ -301,7 +301,7 @@ def test_decoders_of_one_s_own_are_left_alone(tiny: Tiny) -> None:
     ({"method": "lookahead", "ngram_size": 300}, "ngram_size is 300: must be less than 256, the context"),
     ({"method": "lookahead", "pool_from_prompt": 1}, "pool_from_prompt is 1: must be true or false"),
     ({"method": "draft_model", "num_speculative_tokens": 0}, "num_speculative_tokens is 0: must be a whole number"),
-    ({"method": "eagle"}, "method is 'eagle': not available in this version; available: ngram, lookahead"),
+    ({"method": "eagle"}, "method is 'eagle': not available in this version; available: ngram, suffix, lookahead"),
 ])  # fmt: skip
 def test_wrong_tables_are_refused_by_name(tiny: Tiny, tiny_path: Path, table: dict[str, Any], message: str) -> None:
     plain = tiny(max_model_len=256)

@@ -151,6 +151,7 @@ def drafting(**speculative: Any) -> SamplingParams:
 DECODERS: dict[str, Any] = {
     "greedy and sampling": SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "n-gram": drafting(method="ngram", num_candidates=3),
+    "suffix": drafting(method="suffix", suffix_decoding_max_spec_factor=3.0),
     "lookahead": drafting(method="lookahead", window_size=4, ngram_size=3, num_guesses=4, pool_from_prompt=True),
     "Jacobi": drafting(method="jacobi", num_speculative_tokens=6),
     "draft model": drafting(method="draft_model", num_speculative_tokens=3),

@@ -30,6 +30,7 @@ from tests.support import add, step
 
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_candidates": 3, "num_speculative_tokens": 4},
+    "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "num_speculative_tokens": 9},
     "lookahead": {"method": "lookahead", "window_size": 8, "ngram_size": 2, "num_guesses": 8},
     "lookahead, from the prompt": {
         "method": "lookahead", "window_size": 2, "ngram_size": 4, "num_guesses": 3, "pool_from_prompt": True,

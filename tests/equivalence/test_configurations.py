@@ -49,6 +49,7 @@ ASKS: tuple[Any, ...] = (
     SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2),
     SamplingParams(temperature=1.1, seed=5, max_tokens=20, top_p=0.9, min_p=0.01, no_repeat_ngram_size=2),
     SamplingParams(temperature=0, max_tokens=12, speculative={"method": "ngram", "num_candidates": 4}),
+    SamplingParams(temperature=0.6, seed=7, n=2, max_tokens=30, speculative={"method": "suffix"}),
     SamplingParams(temperature=0.8, seed=2, max_tokens=12, speculative={"method": "lookahead", "window_size": 9}),
     SamplingParams(temperature=0, max_tokens=12, n=2, speculative={"method": "jacobi"}),
     RandomTreeParams(temperature=0.7, seed=4, n=2, max_tokens=10),
@@ -112,6 +113,7 @@ def configuration(rng: random.Random, directory: Path) -> dict[str, Any]:
             [
                 None,
                 {"method": "ngram", "num_speculative_tokens": 9, "num_candidates": 3},
+                {"method": "suffix", "suffix_decoding_max_spec_factor": 2.5},
                 {"method": "lookahead", "window_size": 6, "ngram_size": 4, "num_guesses": 6},
                 {"model": str(directory), "load_format": "dummy", "max_model_len": rng.choice([64, CONTEXT])},
                 {"model": str(directory), "load_format": "dummy", "dtype": "bfloat16", "quantization": "int8"},

@@ -105,7 +105,7 @@ def test_rules_change_the_answer(decoder: str, feature: str) -> None:
 
 def test_drafts_are_accepted_under_rules() -> None:
     """The n-gram and draft-model cells verify something: tokens are accepted while their logits are processed."""
-    drafting = "n-gram", "lookahead", "draft model", "random tree", "beams, n-gram", "beams, lookahead"
+    drafting = "n-gram", "suffix", "lookahead", "draft model", "random tree", "beams, n-gram", "beams, lookahead"
     for decoder in (*drafting, "beams, draft model"):
         params = with_features(DECODERS[decoder], FEATURES["allowed_token_ids"].params or {})
         finished = in_engine(make_engine("tiny"), FEATURES["allowed_token_ids"], params)

@@ -44,8 +44,8 @@ def modes() -> dict[str, pp.Parameters]:
     custom.custom.parameters.update({"n": 2, "retries": 1})
     made = {
         "greedy": greedy(NUM_TOKENS), "sampled": parameters(NUM_TOKENS, n=3, temperature=1.0), "beams": beams,
-        "drawn beams": drawn, "n-grams": table("ngram"), "lookahead": table("lookahead"), "jacobi": table("jacobi"),
-        "few tokens": few, "custom": custom,
+        "drawn beams": drawn, "n-grams": table("ngram"), "suffixes": table("suffix"), "lookahead": table("lookahead"),
+        "jacobi": table("jacobi"), "few tokens": few, "custom": custom,
     }  # fmt: skip
     for own in made.values():
         own.stopping.ignore_eos = True

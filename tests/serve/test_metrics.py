@@ -67,7 +67,7 @@ def test_all_are_zero_from_the_start(serve: Serve) -> None:
         "requests_finished_total", "calls_total", "prompt_tokens_total", "generation_tokens_total",
         "num_batch_requests_waiting",
     }  # fmt: skip
-    for method in ("ngram", "lookahead", "jacobi", "draft_model", "beam_ngram"):
+    for method in ("ngram", "suffix", "lookahead", "jacobi", "draft_model", "beam_ngram"):
         assert of(values, "spec_decode_num_accepted_tokens_per_pos_total", method=method, position="0") == 0
     assert of(values, "calls_total", method=STREAM, code="OK") == 0
 
