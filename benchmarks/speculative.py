@@ -1,8 +1,8 @@
 """Speculation on a Spec-Bench file: each method against plain decoding, in alternating runs over the same prompts.
 
-    python benchmarks/speculative.py questions.jsonl [--methods ngram lookahead jacobi] [--batch 1 8 32]
-        [--categories rag summarization] [--prompts 8] [--max-tokens 128] [--rounds 5] [--sampled] [--draft-model PATH]
-        [--widths] [--changing]
+    python benchmarks/speculative.py questions.jsonl [--methods ngram suffix lookahead jacobi] [--batch 1 8 32]
+        [--categories rag summarization agent] [--prompts 8] [--max-tokens 128] [--rounds 5] [--sampled]
+        [--draft-model PATH] [--widths] [--changing]
 
 The file has a line for each question, with its "category" and its "turns", of which the first is asked through the
 model's chat template. A method is a name, or a table such as '{"method": "ngram", "num_candidates": 3}'. One run gives
@@ -10,8 +10,9 @@ all prompts of a category to the engine, `batch` at a time, prompts included; "r
 method's of the same round, "plain/plain" what that varies by from one plain run to the next. Methods draft as widely as
 pays; with --widths each is measured beside fixed widths too, and "of best" is the best of their medians over its own.
 With --changing, seven of eight answers end after a quarter of the tokens, so that the load changes while the others
-run. "tokens a step" is what a sequence gains in a step in which it decodes, "granted" the share of the rows of weighed
-drafts that were run, "places" the share of drafts that were taken up to their first, second and further tokens.
+run. "agent" is a category that is made here, of calls of a tool, which have much in common. No run finds what another
+one has left. "tokens a step" is what a sequence gains in a step in which it decodes, "granted" the share of the rows of
+weighed drafts that were run, "places" the share of drafts that were taken up to their first, second and further tokens.
 All answers are compared with the plain ones: another token ends the benchmark.
 """
 
@@ -28,11 +29,13 @@ from typing import Any
 from common import heading, interleave, ratio, self_spread, table
 
 from pagedec import LLM, RequestOutput, SamplingParams
+from pagedec.core.archive import Archive
 
 PLACES = 6
 """Places of a draft that are shown."""
 WIDTHS: dict[str, list[dict[str, Any]]] = {
     "ngram": [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 5}, {"num_speculative_tokens": 10}],
+    "suffix": [{"suffix_decoding_max_spec_factor": factor} for factor in (0.5, 1.0, 2.0)],
     "lookahead": [
         {"window_size": 5, "ngram_size": 3, "num_guesses": 5},
         {"window_size": 15, "ngram_size": 5, "num_guesses": 15},
@@ -41,6 +44,19 @@ WIDTHS: dict[str, list[dict[str, Any]]] = {
     "draft_model": [{"num_speculative_tokens": size} for size in (2, 4, 7, 14)],
 }
 """Fixed widths that a method is measured against."""
+AGENT = "agent"
+"""The category that is made here."""
+EXAMPLE = (
+    "Letter: The kettle of order 2041 arrived with a broken lid. Anna Bell",
+    'Call: {"tool": "create_ticket", "arguments": {"order": 2041, "customer": "Anna Bell", "item": "kettle", '
+    '"problem": "arrived with a broken lid", "priority": "normal", "reply": "Dear Anna Bell, we are sorry that the '
+    "kettle of order 2041 arrived with a broken lid. We have opened a ticket and will send you a new one within three "
+    'working days."}}',
+)
+"""A step of an agent's: what it is told, and what it does."""
+NAMES = ["Omar Reed", "Lena Fox", "Ivo Hart", "Mia Stone", "Paul Wood", "Nora Lane", "Tim Cole"]
+ITEMS = ["lamp", "chair", "radio", "blender", "desk"]
+PROBLEMS = ["does not switch on", "has a deep scratch", "came without its manual", "is of the wrong colour"]
 
 
 @dataclass
@@ -103,6 +119,7 @@ class Contest:
 
         def run() -> None:
             stats, outputs = self.llm.engine.stats, []
+            self.llm.engine.scheduler.archive = Archive()
             steps, wished, granted = stats.num_steps, stats.num_wished_rows, stats.num_granted_rows
             stats.drafts.clear()
             for i in range(0, len(prompts), batch):
@@ -119,8 +136,10 @@ class Contest:
 
         return run
 
-    def prompt(self, question: str) -> list[int]:
+    def prompt(self, question: str, is_chat: bool) -> list[int]:
         tokenizer = self.llm.get_tokenizer()
+        if not is_chat:
+            return list(tokenizer.encode(question))
         ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         return list(ids)[: 4096 - self.max_tokens]
 
@@ -132,7 +151,15 @@ def read_questions(path: Path, categories: list[str] | None, most: int) -> dict[
         record = json.loads(line)
         if categories is None or record["category"] in categories:
             found.setdefault(record["category"], []).append(record["turns"][0])
+    if categories is not None and AGENT in categories:
+        found[AGENT] = ["\n".join((*EXAMPLE, letter(i), "Call:")) for i in range(most)]
     return {category: questions[:most] for category, questions in found.items()}
+
+
+def letter(i: int) -> str:
+    """What an agent is told."""
+    item, problem, name = ITEMS[i % len(ITEMS)], PROBLEMS[i % len(PROBLEMS)], NAMES[i % len(NAMES)]
+    return f"Letter: The {item} of order {3000 + 37 * i} {problem}. {name}"
 
 
 def method_of(text: str, widths: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -186,7 +213,7 @@ def measure(contest: Contest, prompts: list[list[int]], batch: int, sampled: boo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", type=Path)
-    parser.add_argument("--methods", nargs="+", default=["ngram", "lookahead", "jacobi"])
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix", "lookahead", "jacobi"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--categories", nargs="+")
     parser.add_argument("--prompts", type=int, default=8, help="most prompts of a category")
@@ -201,7 +228,7 @@ def main() -> None:
     heading("Speculation")
     contest = Contest(given)
     for category, questions in read_questions(given.questions, given.categories, given.prompts).items():
-        prompts = [contest.prompt(question) for question in questions]
+        prompts = [contest.prompt(question, category != AGENT) for question in questions]
         for batch in given.batch:
             for sampled in (False, True) if given.sampled else (False,):
                 kind = "sampled" if sampled else "greedy"
