@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagedec.core.adapter_places import Adapter
 from pagedec.core.forward import LaneForward
 from pagedec.core.request import Failed, Progress, Request
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
@@ -39,7 +40,7 @@ def add(
     params: Any,
     priority: int = 0,
     salt: str = "",
-    adapter: int = 0,
+    adapter: Adapter | None = None,
 ) -> Request:
     """Queue a request in an engine without a loop."""
     request = engine.admit(request_id, prompt, params, priority, salt, adapter=adapter)

@@ -103,7 +103,7 @@ def test_no_line_holds_a_prompt(
         except KeyError as error:
             raise RuntimeError(f"cannot take {MARKER}") from error
 
-    monkeypatch.setattr(serving.server.gateway, "check_model", broken)
+    monkeypatch.setattr(serving.server.gateway, "chosen", broken)
     with pytest.raises(grpc.RpcError):
         serving.generation.Generate(good)
     monkeypatch.undo()

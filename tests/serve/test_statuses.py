@@ -188,7 +188,7 @@ def test_internal_says_nothing_of_its_cause(serve: Serve, monkeypatch: pytest.Mo
     def broken(name: str) -> None:
         raise KeyError(SECRET)
 
-    monkeypatch.setattr(serving.server.gateway, "check_model", broken)
+    monkeypatch.setattr(serving.server.gateway, "chosen", broken)
     error = failed(lambda: serving.generation.Generate(simple()))
     assert error.code() is grpc.StatusCode.INTERNAL and reason(error) == "INTERNAL"
     assert SECRET not in str(error.details()) + str(error.trailing_metadata())
