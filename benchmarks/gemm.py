@@ -10,7 +10,7 @@ ratios are taken inside a round. `ours / read` is the measure for few rows, GFLO
 bf16 on matrix units should reach of either. `roof` is what the slower of memory and dot products allows, over what we
 took. int8 is next to torch's bf16, and its roof is bf16's dot products.
 With `--beside`, every round times ours of that dtype and those of the other kinds of weights, int8 with inputs in int8
-or as they are and blocks of any format, and a plain read of the first; with `--against`, the same programs by the
+or as they are, e4m3 and blocks of any format, and a plain read of the first; with `--against`, the same programs by the
 library of another build, too. Weights are in huge pages, as an engine's are soon after it was made.
 """
 
@@ -27,6 +27,7 @@ from common import Timing, heading, interleave, ratio, table
 
 from pagedec.kernels.arena import Arena
 from pagedec.kernels.blocks import LAYOUTS, BlockLayout
+from pagedec.kernels.fp8 import fp8_blocks, num_blocks
 from pagedec.kernels.library import Context, Dtype, Epilogue, GemmArgs, OpList, Quantization, Segment, load
 from pagedec.kernels.native_weight import INT8_KINDS
 
@@ -50,9 +51,17 @@ def random_blocks(n: int, k: int, layout: BlockLayout) -> torch.Tensor:
     return torch.full((n, k // layout.values * layout.num_bytes), 0x1A, dtype=torch.uint8)
 
 
+def random_floats(n: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    """Blocks of e4m3, scaled as checkpoints have them: to the largest value that there is."""
+    values = (100 * torch.randn(n, k, generator=generator)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    made = fp8_blocks(values, torch.full((n, num_blocks(k)), 5e-4))
+    assert made is not None
+    return made.data
+
+
 class Layers:
     """The layers of a model with random weights, packed by us. kind: of weights, "plain", "int8",
-    "int8_weight_only" or a format of blocks."""
+    "int8_weight_only", "fp8" or a format of blocks."""
 
     def __init__(
         self, context: Context, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, kind: str = "plain"
@@ -61,11 +70,15 @@ class Layers:
         self.context, self.shapes, self.code = context, shapes, Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
         self.has_goals = context.isa.startswith("amx") and dtype == torch.bfloat16 and kind == "plain"
         library, layout, self.num_products = context.library, LAYOUTS.get(kind), sum(n * k for n, k in shapes)
-        quantization = {"plain": Quantization.PLAIN, **INT8_KINDS}.get(kind, Quantization.BLOCKS)
+        own_kinds = {"plain": Quantization.PLAIN, "fp8": Quantization.FP8, **INT8_KINDS}
+        quantization = own_kinds.get(kind, Quantization.BLOCKS)
         distinct = dict.fromkeys(shapes)
         if layout is not None:
             sizes = [library.packed_blocks_bytes(n, k, layout.code) for n, k in shapes]
             self.weights = {(n, k): random_blocks(n, k, layout) for n, k in distinct}
+        elif kind == "fp8":
+            sizes = [library.packed_fp8_bytes(n, k) for n, k in shapes]
+            self.weights = {(n, k): random_floats(n, k, generator) for n, k in distinct}
         else:
             size_of, pack = {
                 "int8": (library.packed_int8_bytes, context.pack_int8),
@@ -86,6 +99,8 @@ class Layers:
             weight = self.weights[n, k].data_ptr()
             if layout is not None:
                 context.pack_blocks(weight, n, k, layout.code, place)
+            elif kind == "fp8":
+                context.pack_fp8(weight, n, k, place)
             else:
                 pack(weight, n, k, self.code, place)
             offset += size
@@ -207,7 +222,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch uses")
     parser.add_argument("--against", type=Path, help="a folder with the libraries of another build")
-    parser.add_argument("--beside", nargs="+", choices=[*INT8_KINDS, *LAYOUTS], default=[])
+    parser.add_argument("--beside", nargs="+", choices=[*INT8_KINDS, "fp8", *LAYOUTS], default=[])
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

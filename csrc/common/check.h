@@ -41,7 +41,7 @@ constexpr bool kHasF16 = true;
 constexpr bool kHasF16 = false;
 #endif
 // Floats of 4 bits are multiplied by a CPU alone.
-constexpr bool kHasMxfp4 = !kHasF16;
+constexpr bool kHasMxfp4 = !kHasF16, kHasFp8 = !kHasF16;
 inline int check_count(const char *kernel, const char *field, const int32_t *count) {
   if (check_pointer(kernel, field, count)) return -1;
   return kReadsRecords ? check_range(kernel, field, *count, 0, INT32_MAX) : 0;

@@ -29,9 +29,9 @@ int check_gemm(const pd_gemm_args &a) {
     return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
   if (is_gated(a.epilogue) && a.n % 2)
     return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
-  if (a.quantization < PD_PLAIN || a.quantization > PD_INT8_WEIGHT_ONLY)
-    return fail("pd_gemm: quantization is %d; it must be 0 (none), 1 (int8), 2 (blocks) or 3 (int8, weight only)",
-                a.quantization);
+  if (a.quantization < PD_PLAIN || a.quantization > (kHasFp8 ? PD_FP8 : PD_INT8_WEIGHT_ONLY))
+    return fail("pd_gemm: quantization is %d; it must be 0 (none), 1 (int8), 2 (blocks), 3 (int8, weight only)%s",
+                a.quantization, kHasFp8 ? " or 4 (fp8)" : ", and not 4 (fp8), which a device's kernels do not have");
   if (a.quantization == PD_BLOCKS && check_segments("pd_gemm", a.segments, a.num_segments, a.n, a.k)) return -1;
   if (!a.packed) return fail("pd_gemm: packed is NULL");
   if ((uintptr_t)a.packed % 64) return fail("pd_gemm: packed is at %p; it must be 64-byte aligned", a.packed);

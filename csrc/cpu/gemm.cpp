@@ -53,10 +53,12 @@ void stream_steps(const Job &j, int rows, const char *panel, const char *ahead, 
   t.panel = panel + j.header + begin * j.step_bytes, t.ahead = ahead, t.acc = acc;
   t.half_step = end == j.num_steps && j.row_bytes % 4, t.first = begin == 0;
   t.num_steps = end - begin - t.half_step;
-  const TileFn fn = pick_stream(j.weight_only, rows);
+  t.scales = (const float *)panel, t.begin = begin;
+  const TileFn fn = pick_stream(j.bytes, rows);
   fn(t);
   if (rows <= TILE_ROWS) return;
-  t.acc += 16, t.panel += j.step_bytes / 2, t.ahead += j.weight_only ? (end - begin) * j.step_bytes / 2 : 64;
+  t.acc += 16, t.panel += j.step_bytes / 2, t.scales += 16;
+  t.ahead += j.bytes != WORDS ? (end - begin) * j.step_bytes / 2 : 64;
   fn(t);
 }
 
@@ -65,7 +67,7 @@ void stream_panel(const Job &j, int64_t row, int rows, int64_t p, float *acc) {
   const char *panel = j.panel(p), *end = j.panel(j.panel_end), *next = j.next ? j.next : panel;
   for (int64_t s = 0; s < j.num_slices; s++) {
     const int64_t begin = j.slice_begin(s), stop = j.slice_begin(s + 1), four = 4 * j.step_bytes;
-    const int64_t halves = j.weight_only ? (stop - begin) * j.step_bytes : HALF_STREAM_AHEAD;
+    const int64_t halves = j.bytes != WORDS ? (stop - begin) * j.step_bytes : HALF_STREAM_AHEAD;
     const char *ahead = panel + begin * j.step_bytes + (rows > TILE_ROWS ? halves : STREAM_AHEAD);
     const int64_t turn = std::clamp(begin + (end - ahead) / four * 4, begin, stop);
     if (turn > begin) stream_steps(j, rows, panel, ahead, begin, turn, acc);
@@ -76,7 +78,7 @@ void stream_panel(const Job &j, int64_t row, int rows, int64_t p, float *acc) {
 
 TileFn pick_tile_of(const Job &j, int rows) {
   if (j.int8) return pick_int8_tile(rows, j.vnni);
-  return j.as_floats ? pick_tile_of_pairs(j.weight_only && !j.widens, rows) : pick_tile(j.a.dtype, rows);
+  return j.as_floats ? pick_tile_of_pairs(j.widens ? WORDS : j.bytes, rows) : pick_tile(j.a.dtype, rows);
 }
 
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
@@ -90,6 +92,7 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   TileArgs t{};
   t.x_stride = j.rows.stride;
   t.panel = j.first_widens() ? j.steps(p, s) : place_slice(j, p, s), t.wide = j.wide;
+  t.scales = scales, t.begin = j.slice_begin(s);
   t.half_step = last && !j.int8 && j.row_bytes % 4, t.first = s == 0;
   t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
   for (int i = 0; i < tiles; i++) {
@@ -101,7 +104,7 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
     t.heads = x + j.shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
-    if (j.first_widens() && i == 0) pick_widening_tile(r1 - r0)(t), t.panel = j.wide;
+    if (j.first_widens() && i == 0) pick_widening_tile(j.bytes, r1 - r0)(t), t.panel = j.wide;
     else pick_tile_of(j, r1 - r0)(t);
     if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc, scales);
   }

@@ -17,11 +17,11 @@ constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel; measured on Zen 4 (
 constexpr int64_t BESIDE_AMX_SLICE_STEPS = 128;
 constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
 
-// Weights alone in int8: a tile of all rows takes them as they are; of several the first leaves the others what it has
+// Weights alone in bytes: a tile of all rows takes them as they are; of several the first leaves the others what it has
 // widened. Where bf16 are multiplied as fp32 each tile takes them as they are, too, which costs 5 % of its time
-// (measured on Zen 3); to widen a slice before takes two rows' time, so that is for many. Rows in fp32 have it always,
-// few in the first cache.
-constexpr int WIDEN_MIN_ROWS = 48;
+// (measured on Zen 3) with int8; to widen a slice before takes two rows' time, so that is for many. Rows in fp32 have
+// it always, few in the first cache.
+constexpr int WIDEN_MIN_ROWS = 48, WIDEN_FP8_MIN_ROWS = PAIRS_TILE_ROWS + 1;
 constexpr int64_t WIDE_STEPS = 128;
 constexpr int64_t WIDE_ROOM_STEPS = SLICE_STEPS + 2 * GROUP_STEPS;  // slices begin at lines of k
 
@@ -35,10 +35,11 @@ struct Job {
   const pd_gemm_args &a;
   const Int8Row shape;  // int8: of a row of x
   bool int8 = false, vnni = false, amx = false;
-  bool weight_only = false, widens = false;  // int8 beside x in its dtype; and whether slices are widened before tiles
+  Panel bytes = WORDS;                       // BYTES, FP8: x stays in its dtype
+  bool widens = false;                       // bytes become words before tiles
   bool streams = false;                      // all rows are in one tile
   bool as_floats = false;  // x in bf16 becomes fp32, once for all panels; each tile widens what it takes of W
-  // a step is a word of x (int8: four values of it) and 128 bytes of a panel, or less where only the weight is int8
+  // a step is a word of x (int8: four values of it) and 128 bytes of a panel, or less where only the weight is bytes
   int64_t row_bytes = 0, num_steps = 0, num_slices = 0, step_bytes = 128;
   int64_t x_step_bytes = 4;  // of a row as tiles take it
   int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
@@ -58,7 +59,7 @@ struct Job {
   // int8: where a group begins; amx: a line; weight only: a pair of values. No slice is empty.
   int64_t slice_begin(int64_t s) const {
     static_assert(AMX_STEPS == GROUP_STEPS);
-    if (!int8 && !weight_only && !HAS_AMX) return num_steps * s / num_slices;
+    if (!int8 && bytes == WORDS && !HAS_AMX) return num_steps * s / num_slices;
     return std::min(num_lines() * s / num_slices * AMX_STEPS, num_steps);
   }
   // in the panel; the header goes with the first
@@ -95,7 +96,7 @@ int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
 }
 
 int64_t wide_bytes(const pd_gemm_args &a) {  // for a thread
-  return a.quantization == PD_INT8_WEIGHT_ONLY ? WIDE_ROOM_STEPS * 128 : 0;
+  return a.quantization == PD_INT8_WEIGHT_ONLY || a.quantization == PD_FP8 ? WIDE_ROOM_STEPS * 128 : 0;
 }
 
 int64_t num_slices(const Job &j) {
@@ -137,19 +138,22 @@ Job make_job(const pd_context &c, const pd_gemm_args &a, const Share &share) {
   if (j.int8) j.header = INT8_HEADER;
   j.panel_bytes = j.header + j.num_steps * 128;
   j.streams = !j.int8 && a.dtype == PD_BF16 && rows <= STREAM_ROWS;
-  if (a.quantization == PD_INT8_WEIGHT_ONLY) {
-    j.weight_only = true;
-    j.header = WEIGHT_ONLY_HEADER, j.step_bytes = a.dtype == PD_BF16 ? WEIGHT_ONLY_PAIR : WEIGHT_ONLY_PAIR / 2;
-    j.panel_bytes = j.header + ((int64_t)a.k + 1) / 2 * WEIGHT_ONLY_PAIR;
+  if (a.quantization == PD_INT8_WEIGHT_ONLY) j.bytes = BYTES, j.header = WEIGHT_ONLY_HEADER;
+  if (a.quantization == PD_FP8) j.bytes = FP8, j.header = fp8_header(a.k);
+  if (j.bytes != WORDS) {
+    static_assert(WEIGHT_ONLY_PAIR == FP8_PAIR);
+    j.step_bytes = a.dtype == PD_BF16 ? FP8_PAIR : FP8_PAIR / 2;
+    j.panel_bytes = j.header + ((int64_t)a.k + 1) / 2 * FP8_PAIR;
   }
   j.shared = share.quantized, j.workspace = share.workspace, j.wide = j.workspace + copy_bytes(a);
   j.row_begin = share.row_begin, j.row_end = share.row_end;
   j.panel_begin = share.panel_begin, j.panel_end = share.panel_end;
   j.next = share.next, j.next_end = share.next_end;
   if constexpr (HAS_AMX) j.amx = j.int8 ? j.vnni && j.row_end - j.row_begin >= INT8_AMX_MIN_ROWS : a.dtype == PD_BF16;
-  j.widens = j.weight_only && !j.streams && !(j.as_floats && j.row_end - j.row_begin < WIDEN_MIN_ROWS);
+  const int widen_min_rows = !j.as_floats ? 0 : j.bytes == FP8 ? WIDEN_FP8_MIN_ROWS : WIDEN_MIN_ROWS;
+  j.widens = j.bytes != WORDS && !j.streams && j.row_end - j.row_begin >= widen_min_rows;
   j.num_slices = num_slices(j);
-  j.finish = j.int8 || j.weight_only ? pick_finish<true>(a) : pick_finish<false>(a);
+  j.finish = j.int8 || j.bytes == BYTES ? pick_finish<true>(a) : pick_finish<false>(a);
   return j;
 }
 
@@ -188,7 +192,11 @@ const char *place_slice(const Job &j, int64_t p, int64_t s, bool again = false) 
   const int64_t num_steps = j.slice_begin(s + 1) - j.slice_begin(s);
   char *wide = j.wide + (j.keeps_wide() ? j.slice_begin(s) * 128 : 0);
   if (again && j.keeps_wide()) return wide;
-  widen_panel(j.steps(p, s), j.a.dtype, j.a.dtype == PD_BF16 ? num_steps : (num_steps + 1) / 2, wide);
+  const bool in_pairs = j.a.dtype == PD_BF16;
+  const int64_t begin = in_pairs ? j.slice_begin(s) : j.slice_begin(s) / 2;
+  const int64_t pairs = in_pairs ? num_steps : (num_steps + 1) / 2;
+  if (j.bytes == BYTES) widen_panel(j.steps(p, s), j.a.dtype, pairs, wide);
+  else widen_fp8_panel(j.steps(p, s), (const float *)j.panel(p), j.a.dtype, begin, pairs, wide);
   return wide;
 }
 

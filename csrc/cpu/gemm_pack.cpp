@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "common/check.h"
+#include "cpu/gemm_fp8.h"
 #include "cpu/gemm_int8.h"
 #include "cpu/gemm_weight_only.h"
 
@@ -135,5 +136,35 @@ int pd_pack_int8_weight_only(pd_context *context, const void *w, int64_t n, int6
                            for (int64_t i = 0; i < k + k % 2; i++)
                              to[weight_only_at(c, i)] = i < k ? (char)(q[i] ^ 0x80) : 0;
                        });
+}
+
+int64_t pd_packed_fp8_bytes(int64_t n, int64_t k) {
+  if (check_size("pd_packed_fp8_bytes", n, k)) return -1;
+  return (n + 31) / 32 * (fp8_header(k) + (k + 1) / 2 * FP8_PAIR);
+}
+
+int pd_pack_fp8(pd_context *context, const void *blocks, int64_t n, int64_t k, void *packed) {
+  if (check_pack("pd_pack_fp8", context, blocks, packed) || check_size("pd_pack_fp8", n, k)) return -1;
+  constexpr int64_t block_bytes = sizeof(float) + PD_FP8_GROUP;
+  const int64_t row_blocks = (k + PD_FP8_GROUP - 1) / PD_FP8_GROUP, header = fp8_header(k);
+  const int64_t panel_bytes = header + (k + 1) / 2 * FP8_PAIR;
+  const int threads = num_threads(*context);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t p = 0; p < (n + 31) / 32; p++) {
+    char *to = (char *)packed + p * panel_bytes;
+    const int rows = n - p * 32 < 32 ? (int)(n - p * 32) : 32;
+    if (rows < 32 || k % 2) memset(to, 0, panel_bytes);
+    for (int c = 0; c < rows; c++) {
+      const char *from = (const char *)blocks + (p * 32 + c) * row_blocks * block_bytes;
+      for (int64_t b = 0; b < row_blocks; b++, from += block_bytes) {
+        float scale;
+        memcpy(&scale, from, sizeof scale);
+        ((float *)to)[b * 32 + c] = scale * FP8_SCALE;
+        const int64_t begin = b * PD_FP8_GROUP, end = begin + PD_FP8_GROUP < k ? begin + PD_FP8_GROUP : k;
+        for (int64_t i = begin; i < end; i++) to[header + fp8_at(c, i)] = from[sizeof scale + i - begin];
+      }
+    }
+  }
+  return 0;
 }
 }

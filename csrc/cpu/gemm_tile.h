@@ -7,6 +7,7 @@
 #pragma once
 #include <utility>
 
+#include "cpu/gemm_fp8.h"
 #include "cpu/gemm_vec.h"
 #include "cpu/gemm_weight_only.h"
 
@@ -22,7 +23,7 @@ constexpr int num_passes(int rows) { return PD_LEVEL == 1 && rows > 3 ? 2 : 1; }
 struct TileArgs {
   const char *x;         // first word of the first row
   int64_t x_stride;      // bytes from row to row
-  const char *panel;     // 128 bytes a step
+  const char *panel;     // 128 bytes a step, or half of them
   int64_t num_steps;     // of whole words
   bool half_step;        // one more step, of a single bf16 (k is odd, and here it ends)
   bool first;            // accumulators start at zero, not at what acc holds
@@ -31,32 +32,38 @@ struct TileArgs {
   const char *ahead;     // lines to prefetch meanwhile: ahead <= line < ahead_end
   const char *ahead_end;
   int lines_ahead;       // in every 4 steps
-  char *wide;            // of a panel of int8: where its words are left, 128 bytes a step
+  char *wide;            // of a panel of bytes: where its words are left, 128 bytes a step
+  const float *scales;   // fp8: of the panel's outputs, of its first 128 values of k
+  int64_t begin;         // fp8: steps of the panel before these
 };
 
-// What a panel has: words of x's dtype; or int8, which become words, that may be left for the tiles that follow.
-enum Panel { WORDS, BYTES, WIDENED };
+// What a panel has: words of x's dtype; or bytes, int8 or e4m3, which become words, that may be left for the tiles that
+// follow.
+enum Panel { WORDS, BYTES, WIDENED, FP8, WIDENED_FP8 };
+constexpr bool is_fp8(int panel) { return panel == FP8 || panel == WIDENED_FP8; }
+constexpr bool is_left(int panel) { return panel == WIDENED || panel == WIDENED_FP8; }
 #if PD_LEVEL >= 3
 template <int PANEL, int H>
-PD_INLINE __m512bh panel_words(const char *p, char *wide) {
+PD_INLINE __m512bh panel_words(const char *p, char *wide, const Fp8Scales &scales) {
   if constexpr (PANEL == WORDS) return (__m512bh)_mm512_loadu_si512(p);
-  const __m512bh words = H == 1 ? widen_words_of_one_load(p) : widen_words(p);
-  if constexpr (PANEL == WIDENED) _mm512_storeu_si512(wide, (__m512i)words);
+  const __m512bh words = is_fp8(PANEL) ? fp8_words(p, scales) : H == 1 ? widen_words_of_one_load(p) : widen_words(p);
+  if constexpr (is_left(PANEL)) _mm512_storeu_si512(wide, (__m512i)words);
   return words;
 }
 #endif
 
-// One step. word(i): the word of row i of x. H: halves of a panel, 16 outputs each; one of them, or a panel of int8,
-// only where bf16 are multiplied.
+// One step. word(i): the word of row i of x. H: halves of a panel, 16 outputs each; one of them, or a panel of bytes,
+// only where bf16 are multiplied. scales: of each half.
 template <int DTYPE, int R, int PANEL, int H, class Word>
-PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, Word word) {
+PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, const Fp8Scales (&scales)[H], Word word) {
   static_assert(PD_LEVEL >= 3 || DTYPE == PD_F32);  // elsewhere bf16 has tiles of its own: gemm_pairs.h
   static_assert((PANEL == WORDS && H == 2) || DTYPE == PD_BF16);
 #if PD_LEVEL >= 3
   if constexpr (DTYPE == PD_BF16) {
     __m512bh w[H];
 #pragma GCC unroll 2
-    for (int j = 0; j < H; j++) w[j] = panel_words<PANEL, H>(panel + j * (PANEL == WORDS ? 64 : 32), wide + j * 64);
+    for (int j = 0; j < H; j++)
+      w[j] = panel_words<PANEL, H>(panel + j * (PANEL == WORDS ? 64 : 32), wide + j * 64, scales[j]);
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       const __m512bh x = (__m512bh)_mm512_set1_epi32((int)word(i));
@@ -128,7 +135,7 @@ struct RowPointers {
 };
 
 // STREAMS: it prefetches as many lines as it reads, step by step; with one half of the outputs its half of each pair,
-// or, of int8, where both halves are in each line, half as many one behind the other.
+// or, of bytes, where both halves are in each line, half as many one behind the other.
 template <int DTYPE, int R, int PANEL = WORDS, int H = 2, bool STREAMS = false>
 void tile(const TileArgs &t) {
   constexpr int STEP = PANEL == WORDS ? 128 : 64;
@@ -139,31 +146,40 @@ void tile(const TileArgs &t) {
     for (int j = 0; j < H; j++) c[i][j] = t.first ? zero16() : load16(t.acc + i * 32 + j * 16);
   const char *panel = t.panel, *ahead = t.ahead;
   char *wide = t.wide;
+  Fp8Scales scales[H];
   RowPointers x(t.x, t.x_stride);
   auto whole = [&](int s) __attribute__((always_inline)) {
     if constexpr (STREAMS)
 #pragma GCC unroll 2
       for (int i = s * LINES / 4; i < (s + 1) * LINES / 4; i++) prefetch_to_l2(ahead + i * GAP);
-    step<DTYPE, R, PANEL, H>(c, panel + s * STEP, wide + s * 128,
+    step<DTYPE, R, PANEL, H>(c, panel + s * STEP, wide + s * 128, scales,
                              [&](int i) __attribute__((always_inline)) { return load_word(x[i] + s * 4); });
   };
-  int64_t left = t.num_steps;
-  for (; left >= 4; left -= 4) {
-    if constexpr (!STREAMS)
-      for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
-    x.pin();
-    whole(0), whole(1), whole(2), whole(3);
-    x.advance(16), panel += 4 * STEP;
-    if constexpr (STREAMS) ahead += LINES * GAP;
-    if constexpr (PANEL == WIDENED) wide += 512;
-  }
-  for (; left > 0; left--, x.advance(4), panel += STEP, wide += 128) whole(0);
-  if (t.half_step)
-    step<DTYPE, R, PANEL, H>(c, panel, wide, [&](int i) __attribute__((always_inline)) {
+  int64_t at = t.begin;
+  const int64_t end = at + t.num_steps;
+  do {  // once, but of fp8 as often as there are scales
+    int64_t left = end - at;
+    if constexpr (is_fp8(PANEL)) left = fp8_group<H>(t.scales, at, left, scales);
+    at += left;
+    for (; left >= 4; left -= 4) {
+      if constexpr (!STREAMS)
+        for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
+      x.pin();
+      whole(0), whole(1), whole(2), whole(3);
+      x.advance(16), panel += 4 * STEP;
+      if constexpr (STREAMS) ahead += LINES * GAP;
+      if constexpr (is_left(PANEL)) wide += 512;
+    }
+    for (; left > 0; left--, x.advance(4), panel += STEP, wide += 128) whole(0);
+  } while (at < end);
+  if (t.half_step) {
+    if constexpr (is_fp8(PANEL)) fp8_group<H>(t.scales, at, 1, scales);
+    step<DTYPE, R, PANEL, H>(c, panel, wide, scales, [&](int i) __attribute__((always_inline)) {
       uint16_t half;
       memcpy(&half, x[i], 2);
       return (uint32_t)half;
     });
+  }
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
     for (int j = 0; j < H; j++) store16(t.acc + i * 32 + j * 16, c[i][j]);
@@ -194,18 +210,20 @@ TileFn pick_stream(std::index_sequence<R...>, int rows) {
       tile<PD_BF16, (int)R + 1, PANEL, (int)R < TILE_ROWS ? 2 : 1, (int)R + 1 >= least>...};
   return fn[rows - 1];
 }
-PD_INLINE TileFn pick_stream(bool bytes, int rows) {
+PD_INLINE TileFn pick_stream(Panel panel, int rows) {
   constexpr auto heights = std::make_index_sequence<STREAM_ROWS>();
-  return bytes ? pick_stream<BYTES>(heights, rows) : pick_stream<WORDS>(heights, rows);
+  if (panel == WORDS) return pick_stream<WORDS>(heights, rows);
+  return panel == FP8 ? pick_stream<FP8>(heights, rows) : pick_stream<BYTES>(heights, rows);
 }
-// The first of several tiles: by a panel of int8, whose words it leaves.
-PD_INLINE TileFn pick_widening_tile(int rows) {
-  return pick_tile<PD_BF16, WIDENED>(std::make_index_sequence<TILE_ROWS>(), rows);
+// The first of several tiles: by a panel of bytes, whose words it leaves.
+PD_INLINE TileFn pick_widening_tile(Panel panel, int rows) {
+  constexpr auto heights = std::make_index_sequence<TILE_ROWS>();
+  return panel == FP8 ? pick_tile<PD_BF16, WIDENED_FP8>(heights, rows) : pick_tile<PD_BF16, WIDENED>(heights, rows);
 }
 #else
 constexpr int STREAM_ROWS = 0;
-PD_INLINE TileFn pick_stream(bool, int) { return nullptr; }
-PD_INLINE TileFn pick_widening_tile(int) { return nullptr; }
+PD_INLINE TileFn pick_stream(Panel, int) { return nullptr; }
+PD_INLINE TileFn pick_widening_tile(Panel, int) { return nullptr; }
 #endif
 
 }  // namespace pagedec

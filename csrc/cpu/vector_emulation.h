@@ -352,6 +352,9 @@ PD_INLINE __m512i _mm512_cvtepu8_epi32(__m128i a) {
 PD_INLINE __m512i _mm512_cvtepu8_epi16(__m256i a) {
   return {_mm256_cvtepu8_epi16(_mm256_castsi256_si128(a)), _mm256_cvtepu8_epi16(_mm256_extracti128_si256(a, 1))};
 }
+PD_INLINE __m512i _mm512_cvtepi8_epi16(__m256i a) {
+  return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(a)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(a, 1))};
+}
 PD_INLINE __m512i _mm512_cvtepi16_epi32(__m256i a) {
   return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(a, 1))};
 }

@@ -178,6 +178,11 @@ int64_t pd_packed_int8_weight_only_bytes(int64_t n, int64_t k) {
 int pd_pack_int8_weight_only(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
   return pack<true>("pd_pack_int8_weight_only", context, w, n, k, dtype, packed);
 }
+// What a device's kernels do not have.
+int64_t pd_packed_fp8_bytes(int64_t, int64_t) { return fail("pd_packed_fp8_bytes: a device's kernels have no fp8"); }
+int pd_pack_fp8(pd_context *, const void *, int64_t, int64_t, void *) {
+  return fail("pd_pack_fp8: a device's kernels have no fp8");
+}
 // There is but one way here.
 int pd_allow_vnni(pd_context *context, int32_t) { return context ? 0 : fail("pd_allow_vnni: context is NULL"); }
 }

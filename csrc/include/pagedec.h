@@ -37,6 +37,7 @@
  *   weight, bf16   [N/32][K/2][32][2]               weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
  *   weight, int8 alone   [N/32] panels: 32 scales fp32, then q [K/2][32][2]
+ *   weight, fp8   [N/32] panels: scales times 2^120 fp32 [K/128][32], then bytes (csrc/cpu/gemm_fp8.h)
  *   weight, blocks   [N/32] panels: csrc/cpu/blocks.h
  *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
  *     weight   [N][K] (both padded to 32)   weight, int8   q [N][K] (padded to 32 and 64), then N scales fp32
@@ -54,7 +55,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 13
+#define PD_ABI_VERSION 14
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -137,7 +138,7 @@ PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t
  * of the group) * scale of the output + bias). A group's sum is an integer that fp32 holds exactly and the rest has one
  * order, so results without an activation are the same on every instruction set and device. A row of x with an infinity
  * or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
-typedef enum { PD_PLAIN = 0, PD_INT8 = 1, PD_BLOCKS = 2, PD_INT8_WEIGHT_ONLY = 3 } pd_quantization;
+typedef enum { PD_PLAIN = 0, PD_INT8 = 1, PD_BLOCKS = 2, PD_INT8_WEIGHT_ONLY = 3, PD_FP8 = 4 } pd_quantization;
 PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
 /* w [n][k] in dtype */
 PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
@@ -148,6 +149,15 @@ PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, in
 PD_EXPORT int64_t pd_packed_int8_weight_only_bytes(int64_t n, int64_t k);           /* as pd_packed_bytes */
 /* w [n][k] in dtype */
 PD_EXPORT int pd_pack_int8_weight_only(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
+
+/* Weights in e4m3 (four bits of exponent, three of mantissa; no NaN), of which PD_FP8_GROUP values of an output share a
+ * scale. x stays in its dtype, and a byte becomes w = scale * e4m3, rounded to fp32 and then to x's dtype: y is that of
+ * a plain weight of these numbers, to the bit. A scale is 0, or its magnitude from 2^-117 to 2^7: no w is less than
+ * fp32's normal numbers or more than fp16's. */
+#define PD_FP8_GROUP 128
+PD_EXPORT int64_t pd_packed_fp8_bytes(int64_t n, int64_t k);                        /* as pd_packed_bytes */
+/* blocks: [n][k / PD_FP8_GROUP, rounded up] of a scale (fp32) and as many bytes; those behind k are passed over */
+PD_EXPORT int pd_pack_fp8(pd_context *, const void *blocks, int64_t n, int64_t k, void *packed);
 
 /* Weights in blocks, as files have them: some consecutive values of an output with their own scales (d, dmin, z: fp16).
  *   PD_Q4_0                 32 values: d, nibbles: w = d (q - 8)      PD_INT4_128   the same of 128 values

@@ -104,7 +104,7 @@ INT8_QUANTIZATIONS = ("int8", "int8_weight_only")
 """Kinds of weights that are integers of 8 bits with a scale an output."""
 BLOCK_QUANTIZATIONS = (
     *("int4", "int4_128", "int4_zero", "int4_zero_128"),
-    *("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "torchao", "mxfp4"),
+    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4"),
 )
 """Kinds of weights that come in blocks; all other numbers of a model are the backend's."""
 
@@ -187,8 +187,9 @@ class Backend(Protocol):
 
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> Any:
         """Take a weight that stays in its blocks, the outputs of `parts` one behind the other; gated parts are
-        interleaved by the caller. Rows of x are int8 in groups of 32 when the layer runs. Raises ValueError where
-        `segments_of` does, and on a device that has no such kernels.
+        interleaved by the caller. Rows of x are int8 in groups of 32 when the layer runs; where all parts are `Fp8`
+        they stay, and results are those of a weight in numbers. Raises ValueError where `segments_of` does, and on a
+        device that has no such kernels.
         """
 
     def pack_experts(

@@ -20,7 +20,7 @@ A row of k values is a sequence of blocks, each some consecutive values with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -101,6 +101,16 @@ class Blocks:
         return LAYOUTS[self.format]
 
     @property
+    def values(self) -> int:
+        """Of a block."""
+        return self.layout.values
+
+    @property
+    def kind(self) -> object:
+        """What weights that can be joined have in common."""
+        return self.layout.code
+
+    @property
     def is_finite(self) -> bool:
         """Whether all numbers of blocks are: what one that is not makes of values differs between devices."""
         blocks = self.data.unflatten(1, (-1, self.layout.num_bytes))
@@ -111,7 +121,7 @@ class Blocks:
         if isinstance(index, int):
             index = [index]
         chosen = index if isinstance(index, slice) else torch.as_tensor(index, dtype=torch.long)
-        return Blocks(self.format, self.data[chosen], self.k)
+        return replace(self, data=self.data[chosen])
 
     def columns(self, begin: int, end: int) -> Blocks:
         """Values begin .. end - 1 of every row. Raises ValueError where a block would be cut."""
@@ -137,11 +147,11 @@ class Blocks:
         """Weights of one format and one k, their rows one behind the other."""
         first = parts[0]
         for part in parts:
-            if (part.layout.code, part.k) != (first.layout.code, first.k):
+            if (part.kind, part.k) != (first.kind, first.k):
                 raise ValueError(
                     f"a part has k {part.k} in {part.format}; it must have k {first.k} in {first.format}, as the first"
                 )
-        return first if len(parts) == 1 else Blocks(first.format, torch.cat([part.data for part in parts]), first.k)
+        return first if len(parts) == 1 else replace(first, data=torch.cat([part.data for part in parts]))
 
     def unpack(self) -> Values:
         """What the blocks say, as numbers."""

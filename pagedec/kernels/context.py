@@ -173,6 +173,10 @@ class Context:
             self._functions.pd_pack_int8_weight_only(self.handle, weight_address, n, k, int(dtype), packed_address)
         )
 
+    def pack_fp8(self, blocks_address: int, n: int, k: int, packed_address: int) -> None:
+        """Pack [n][k / 128, rounded up] blocks of e4m3 into storage of packed_fp8_bytes, 64-byte aligned."""
+        self.library.check(self._functions.pd_pack_fp8(self.handle, blocks_address, n, k, packed_address))
+
     def pack_blocks(self, blocks_address: int, n: int, k: int, format: BlockFormat, packed_address: int) -> None:
         """Pack [n][k / values of a block] blocks into storage of packed_blocks_bytes, 64-byte aligned."""
         self.library.check(

@@ -25,6 +25,7 @@ from pagedec.kernels.backend import (
 from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.experts import Matrices
 from pagedec.kernels.fallback_program import Packed, ReferencePlan, ReferenceProgram
+from pagedec.kernels.fp8 import Fp8
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.link import Link
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
@@ -69,7 +70,9 @@ class ReferenceBackend(HostBackend):
             self.varying.add(shape)
             _log.warning("torch's linear layer of shape %s x %s is not batch-invariant in %s", *shape, dtype)
 
-    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> BlockLinear:
+    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> Packed:
+        if isinstance(parts[0], Fp8):
+            return self.pack(Blocks.concat(parts).dequantize(), bias)
         return BlockLinear(segments_of(parts), bias)
 
     def pack_experts(

@@ -71,7 +71,7 @@ __all__ = [
     "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISAS = environment.EMULATED_ISAS
@@ -156,6 +156,10 @@ class Library:
     def packed_int8_weight_only_bytes(self, n: int, k: int) -> int:
         """Return the size of a weight packed in int8 whose inputs keep their dtype."""
         return self._size(self.functions.pd_packed_int8_weight_only_bytes(n, k))
+
+    def packed_fp8_bytes(self, n: int, k: int) -> int:
+        """Return the size of a packed weight in e4m3."""
+        return self._size(self.functions.pd_packed_fp8_bytes(n, k))
 
     def packed_blocks_bytes(self, n: int, k: int, format: BlockFormat) -> int:
         """Return the size of a packed weight in blocks."""

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_INTS, LaneForward
+from pagedec.kernels import native_weight
 from pagedec.kernels.addresses import address, int32
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import INT8_QUANTIZATIONS, AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.device_memory import HostCall, KernelCall
 from pagedec.kernels.experts import Matrices
+from pagedec.kernels.fp8 import Fp8
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -38,7 +40,7 @@ from pagedec.kernels.link import Link
 from pagedec.kernels.native_plan import NativePlan
 from pagedec.kernels.native_program import DTYPES, NativeProgram
 from pagedec.kernels.native_roll import NativeRoller
-from pagedec.kernels.native_weight import NativeExperts, NativeWeight, held, kind_of, shape_of, what_is
+from pagedec.kernels.native_weight import NativeExperts, NativeWeight, kind_of, shape_of, what_is
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
@@ -91,26 +93,21 @@ class NativeBackend(HostBackend):
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
     ) -> NativeWeight:
-        kind = kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS))
-        data = self.storage(self._packed_bytes(weight, kind))
-        self._pack(weight, kind, data.data_ptr())
-        return NativeWeight(data, self._bias(bias), *shape_of(weight), kind)
+        return self._packed(weight, bias, kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS)))
 
-    def _packed_bytes(self, matrix: torch.Tensor | Blocks, kind: Quantization) -> int:
-        library = self.library
-        if isinstance(matrix, Blocks):
-            return library.packed_blocks_bytes(matrix.n, matrix.k, matrix.layout.code)
-        n, k = matrix.shape
-        if kind == Quantization.PLAIN:
-            return library.packed_bytes(n, k, self.code)
-        of_int8 = library.packed_int8_bytes if kind == Quantization.INT8 else library.packed_int8_weight_only_bytes
-        return of_int8(n, k)
+    def _packed(self, matrix: native_weight.Matrix, bias: torch.Tensor | None, kind: Quantization) -> NativeWeight:
+        data = self.storage(native_weight.packed_bytes(self.library, matrix, kind, self.code))
+        self._pack(matrix, kind, data.data_ptr())
+        return NativeWeight(data, self._bias(bias), *shape_of(matrix), kind)
 
-    def _pack(self, matrix: torch.Tensor | Blocks, kind: Quantization, to: int) -> None:
+    def _pack(self, matrix: native_weight.Matrix, kind: Quantization, to: int) -> None:
         context = self.context
         if isinstance(matrix, Blocks):
             blocks = self.place(matrix.data.contiguous())
-            context.pack_blocks(blocks.data_ptr(), matrix.n, matrix.k, matrix.layout.code, to)
+            if isinstance(matrix, Fp8):
+                context.pack_fp8(blocks.data_ptr(), matrix.n, matrix.k, to)
+            else:
+                context.pack_blocks(blocks.data_ptr(), matrix.n, matrix.k, matrix.layout.code, to)
             return
         n, k = matrix.shape
         if kind == Quantization.PLAIN:
@@ -125,8 +122,11 @@ class NativeBackend(HostBackend):
         return None if bias is None else self.place(bias.float().contiguous())
 
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
-        joined = segments_of([held(part, self.name) for part in parts])
-        sizes = [self._packed_bytes(part, Quantization.BLOCKS) for part in joined]
+        if isinstance(parts[0], Fp8):
+            whole = native_weight.held(Blocks.concat(parts), self.name)
+            return self._packed(whole, bias, native_weight.kind_of_matrix(whole, Quantization.PLAIN))
+        joined = segments_of([native_weight.held_blocks(part, self.name) for part in parts])
+        sizes = [native_weight.packed_bytes(self.library, part, Quantization.BLOCKS, self.code) for part in joined]
         data, at, first = self.storage(sum(sizes)), 0, 0
         segments = (Segment * len(joined))()
         for segment, part, size in zip(segments, joined, sizes, strict=True):
@@ -138,12 +138,10 @@ class NativeBackend(HostBackend):
     def pack_experts(
         self, count: int, matrices: Matrices, bias: torch.Tensor | None = None, quantization: str | None = None
     ) -> NativeExperts:
-        kind = kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS))
-        own = (held(one, self.name) if isinstance(one, Blocks) else one for one in matrices)
+        own = (native_weight.held(one, self.name) for one in matrices)
         first = next(own)
-        if isinstance(first, Blocks):
-            kind = Quantization.BLOCKS
-        stride = -(-self._packed_bytes(first, kind) // 64) * 64
+        kind = native_weight.kind_of_matrix(first, kind_of(checked_quantization(quantization, INT8_QUANTIZATIONS)))
+        stride = -(-native_weight.packed_bytes(self.library, first, kind, self.code) // 64) * 64
         data = self.storage(count * stride)
         try:
             for i, matrix in enumerate(itertools.chain([first], own)):
@@ -153,8 +151,7 @@ class NativeBackend(HostBackend):
         except BaseException:
             self.take_back(data)
             raise
-        segments = (Segment * 1)(Segment(int(first.layout.code), 0)) if isinstance(first, Blocks) else None
-        each = NativeWeight(data, self._bias(bias), *shape_of(first), kind, segments)
+        each = NativeWeight(data, self._bias(bias), *shape_of(first), kind, native_weight.segments_of_one(first))
         return NativeExperts(each, count, stride)
 
     def settle(self) -> None:

@@ -53,6 +53,8 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_pack_int8": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
     "pd_packed_int8_weight_only_bytes": ([c_int64, c_int64], c_int64),
     "pd_pack_int8_weight_only": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
+    "pd_packed_fp8_bytes": ([c_int64, c_int64], c_int64),
+    "pd_pack_fp8": ([c_void_p, c_void_p, c_int64, c_int64, c_void_p], _STATUS),
     "pd_packed_blocks_bytes": ([c_int64, c_int64, c_int32], c_int64),
     "pd_pack_blocks": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
     "pd_allow_vnni": ([c_void_p, c_int32], ctypes.c_int),

@@ -89,6 +89,7 @@ class Quantization(IntEnum):
     INT8 = 1
     BLOCKS = 2
     INT8_WEIGHT_ONLY = 3
+    FP8 = 4
 
 
 class BlockFormat(IntEnum):

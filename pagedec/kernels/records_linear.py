@@ -12,8 +12,8 @@ class Segment(Structure):
 
 
 class GemmArgs(Structure):
-    """y = epilogue(x W^T + bias), W packed by pd_pack, pd_pack_int8, pd_pack_blocks or
-    pd_pack_int8_weight_only."""
+    """y = epilogue(x W^T + bias), W packed by pd_pack, pd_pack_int8, pd_pack_blocks,
+    pd_pack_int8_weight_only or pd_pack_fp8."""
 
     _fields_ = [
         ("num_rows", c_void_p),

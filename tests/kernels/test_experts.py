@@ -13,6 +13,7 @@ from pagedec.kernels.backend import Backend
 from pagedec.kernels.blocks import LAYOUTS
 from pagedec.kernels.experts import ExpertChoice, Routes
 from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.kernels.fp8 import fp8_blocks, num_blocks
 from pagedec.kernels.library import CUDA, DEVICES, Context, KernelError, Library
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import Epilogue, ExpertScore
@@ -127,11 +128,16 @@ def numbers(n: int, k: int, seed: int) -> Tensor:
     return calls.normal(n, k, seed=seed, scale=0.1)
 
 
+def floats(n: int, k: int, seed: int) -> Any:
+    return fp8_blocks(numbers(n, k, seed).to(torch.float8_e4m3fn), torch.full((n, num_blocks(k)), 0.3))
+
+
 KINDS: dict[str, tuple[torch.dtype, str | None, Callable[[int, int, int], Any]]] = {
     "fp32": (torch.float32, None, numbers),
     "bf16": (torch.bfloat16, None, numbers),
     "int8": (torch.bfloat16, "int8", numbers),
     "int8_weight_only": (torch.bfloat16, "int8_weight_only", numbers),
+    "fp8": (torch.bfloat16, None, floats),
 } | {
     form: (torch.bfloat16, None, lambda n, k, seed, form=form: random_blocks(form, n, k, seed))  # type: ignore[misc]
     for form in LAYOUTS
@@ -193,7 +199,7 @@ def test_products_are_those_of_linear_layers(library: Library, kind: str, gated:
         assert calls.same_bits(y, own)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int8_weight_only", "q4_k"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int8_weight_only", "fp8", "q4_k"])
 def test_one_expert_has_all_rows(library: Library, kind: str) -> None:
     """More than a thread keeps at once, and others none."""
     dtype, quantization, make = KINDS[kind]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.blocks import LAYOUTS
-from pagedec.kernels.library import Context, Dtype, EmbedArgs, Epilogue, GemmArgs, Quantization, Segment
+from pagedec.kernels.fp8 import VALUES, fp8_blocks
+from pagedec.kernels.library import DEVICES, Context, Dtype, EmbedArgs, Epilogue, GemmArgs, Quantization, Segment
 from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_blocks import BlockLinear
 from tests.kernels import calls
@@ -80,6 +81,8 @@ def guards(context: Context, monkeypatch: pytest.MonkeyPatch) -> GuardedContext:
 def product(context: Context, x: Tensor, weight: Tensor, kind: Quantization) -> Tensor:
     """A linear layer between guards."""
     (n, k), dtype, library = weight.shape, Dtype(CODES[weight.dtype]), context.library
+    if kind == Quantization.FP8:
+        return product_of_floats(context, x, weight)
     num_bytes, pack = {
         Quantization.PLAIN: (library.packed_bytes(n, k, dtype), context.pack),
         Quantization.INT8: (library.packed_int8_bytes(n, k), context.pack_int8),
@@ -87,6 +90,24 @@ def product(context: Context, x: Tensor, weight: Tensor, kind: Quantization) -> 
     }[kind]
     packed, weight = guarded(torch.zeros(num_bytes, dtype=torch.uint8)), guarded(weight)
     pack(weight.data_ptr(), n, k, dtype, packed.data_ptr())
+    return multiplied(context, x, packed, (n, k), kind)
+
+
+def product_of_floats(context: Context, x: Tensor, weight: Tensor) -> Tensor:
+    if context.library.isa in DEVICES:
+        pytest.skip("of processors alone")
+    (n, k), library = weight.shape, context.library
+    values = torch.zeros(n, -(-k // VALUES) * VALUES)
+    values[:, :k] = weight.float()
+    blocks = fp8_blocks(values.to(torch.float8_e4m3fn), torch.full((n, values.shape[1] // VALUES), 0.3))
+    assert blocks is not None
+    data, packed = guarded(blocks.data), guarded(torch.zeros(library.packed_fp8_bytes(n, k), dtype=torch.uint8))
+    context.pack_fp8(data.data_ptr(), n, k, packed.data_ptr())
+    return multiplied(context, x, packed, (n, k), Quantization.FP8)
+
+
+def multiplied(context: Context, x: Tensor, packed: Tensor, shape: tuple[int, ...], kind: Quantization) -> Tensor:
+    (n, k), dtype = shape, CODES[x.dtype]
     rows, bias, y = guarded(count(len(x))), guarded(torch.zeros(n)), guarded(torch.full((len(x), n), torch.nan))
     arrays = (rows, x, packed, bias, y)
     context.call(GemmArgs(*map(pointer, arrays), n, k, int(dtype), int(Dtype.F32), 0, int(kind), None, 0))

@@ -274,6 +274,7 @@ CASES = {
     "mask_permutexvar_epi16": Case("_mm512_mask_permutexvar_epi16(a, k, b, c)", permuted),
     "cvtepi8_epi32": Case("_mm512_cvtepi8_epi32(quarter)", widened(16, np.int8, I32)),
     "cvtepu8_epi32": Case("_mm512_cvtepu8_epi32(quarter)", widened(16, np.uint8, I32)),
+    "cvtepi8_epi16": Case("_mm512_cvtepi8_epi16(half)", widened(32, np.int8, I16)),
     "cvtepu8_epi16": Case("_mm512_cvtepu8_epi16(half)", widened(32, np.uint8, I16)),
     "cvtepi16_epi32": Case("_mm512_cvtepi16_epi32(half)", widened(32, I16, I32)),
     "cvtepu16_epi32": Case("_mm512_cvtepu16_epi32(half)", widened(32, U16, I32)),
