@@ -24,6 +24,7 @@ import torch
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.scaled import ScaledSource, ScaledWeight, unpacked_rows
 from pagedec.formats.source import WeightSource
+from pagedec.kernels.fp8 import VALUES
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 STRATEGIES = ("tensor", "channel", "group", "block")
@@ -43,9 +44,9 @@ UNUSED += ("kv_scale",)
 
 @dataclass(frozen=True, slots=True)
 class CompressedConfig:
-    """What a quantization_config says. `bits`: the most that a value has; `has_blocks`: weights are integers that may
-    stay what they are, and `is_kept`: all of them; `rectangle`: rows and columns that share a scale, where these are
-    not of one row; `has_zeros`: all have zero points."""
+    """What a quantization_config says. `bits`: the most that a value has; `has_blocks`: weights may stay the integers
+    or floats that they are, `is_kept`: all of them, and `are_floats`: none of those is an integer; `rectangle`: rows
+    and columns that share a scale, where these are not of one row; `has_zeros`: all have zero points."""
 
     method: str
     bits: int
@@ -53,6 +54,7 @@ class CompressedConfig:
     rectangle: tuple[int, int] | None = None
     has_zeros: bool = False
     is_kept: bool = True
+    are_floats: bool = False
 
 
 def read_compressed(config: Mapping[str, Any]) -> CompressedConfig:
@@ -80,6 +82,7 @@ def read_compressed(config: Mapping[str, Any]) -> CompressedConfig:
         next(iter(rectangles), None),
         all(kind.has_zeros for kind in kinds),
         all(kind.has_blocks and not kind.is_scattered for kind in kinds),
+        all(kind.is_float or not kind.has_blocks for kind in kinds),
     )
 
 
@@ -90,13 +93,14 @@ def _is_of_inputs(group: object) -> bool:
 
 class _Kind(NamedTuple):
     """A group's weights: whether they may stay what they are and have zero points, how many bits they have, their
-    rectangle, and whether their groups are scattered over the inputs, which no block has."""
+    rectangle, whether their groups are scattered over the inputs, which no block has, and whether they are floats."""
 
     has_blocks: bool
     has_zeros: bool
     bits: int
     rectangle: tuple[int, int] | None
     is_scattered: bool
+    is_float: bool
 
 
 def _weights(field: str, group: object) -> _Kind:
@@ -115,16 +119,22 @@ def _weights(field: str, group: object) -> _Kind:
         _one_of(f"{field}.weights.strategy", strategy, STRATEGIES)
     shape = weights.get("block_structure")
     has_zeros = kind == "int" and weights.get("symmetric", True) is False
-    has_blocks = kind == "int" and (bits == 4 or not has_zeros)
     rectangle = None if shape is None else _rectangle(f"{field}.weights.block_structure", shape)
-    return _Kind(has_blocks, has_zeros, bits, rectangle, weights.get("actorder") in SCATTERED)
+    has_blocks = _fits(rectangle) if kind == "float" else bits == 4 or not has_zeros
+    return _Kind(has_blocks, has_zeros, bits, rectangle, weights.get("actorder") in SCATTERED, kind == "float")
 
 
 def read_fp8(config: Mapping[str, Any]) -> CompressedConfig:
     """The same of "fp8": floats of 8 bits with a scale a weight, or for each rectangle of `weight_block_size`."""
     shape = config.get("weight_block_size")
     rectangle = None if shape is None else _rectangle("weight_block_size", shape)
-    return CompressedConfig("fp8", 8, False, rectangle, is_kept=False)
+    is_kept = _fits(rectangle) and config.get("fmt", "e4m3") == "e4m3"
+    return CompressedConfig("fp8", 8, is_kept, rectangle, is_kept=is_kept, are_floats=True)
+
+
+def _fits(rectangle: tuple[int, int] | None) -> bool:
+    """Whether floats with such scales may stay what they are."""
+    return rectangle is None or rectangle[1] % VALUES == 0
 
 
 def read_fbgemm(config: Mapping[str, Any]) -> CompressedConfig:

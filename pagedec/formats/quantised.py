@@ -32,13 +32,15 @@ family (stacked_experts.py); transformers makes numbers of them."""
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """A method, how many bits its weights have at most, and what opens them. `has_blocks`: linear layers can be left in
-    the integers that are stored; `is_kept`: all of them, by what is said; others become numbers."""
+    the integers or floats that are stored; `is_kept`: all of them, by what is said; others become numbers.
+    `are_floats`: none is in integers; such stay where that is asked for, on processors."""
 
     method: str
     bits: int
     has_blocks: bool
     is_kept: bool
     opened: Callable[[WeightSource], QuantisedSource]
+    are_floats: bool = False
 
 
 def _packed(config: Mapping[str, Any]) -> Quantised:
@@ -47,13 +49,16 @@ def _packed(config: Mapping[str, Any]) -> Quantised:
 
 
 def _compressed(read: Callable[[Mapping[str, Any]], CompressedConfig], config: Mapping[str, Any]) -> Quantised:
-    known = read(config)
-    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(CompressedSource, config=known))
+    return _of_compressed(read(config), CompressedSource)
 
 
 def _torchao(config: Mapping[str, Any]) -> Quantised:
-    known = read_torchao(config)
-    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, partial(TorchaoSource, config=known))
+    return _of_compressed(read_torchao(config), TorchaoSource)
+
+
+def _of_compressed(known: CompressedConfig, source: type[CompressedSource]) -> Quantised:
+    opened = partial(source, config=known)
+    return Quantised(known.method, known.bits, known.has_blocks, known.is_kept, opened, known.are_floats)
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Quantised:

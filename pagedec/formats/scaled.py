@@ -14,6 +14,7 @@ from pagedec.errors import ModelFileError
 from pagedec.formats.quantize import Int4, pack_groups, pack_q8
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.fp8 import VALUES, Fp8, fp8_blocks, num_blocks
 
 SMALLEST_NORMAL = 2.0**-14  # of fp16: below, it has fewer bits than a scale
 GROUP = 32  # values that blocks share a scale for, or a multiple
@@ -44,8 +45,10 @@ class ScaledWeight:
         return values * self._spread(self.scale)
 
     def blocks(self) -> Blocks | None:
-        """The same in blocks, exactly but for what a scale has below fp16's 11 bits; None where kernels know no such
-        form."""
+        """The same in blocks, exactly but for what a scale of integers has below fp16's 11 bits; None where kernels
+        know no such form."""
+        if self.q.dtype.is_floating_point:
+            return self._floats()
         n, k = self.q.shape
         if self.height != 1 or self.group_of is not None or self.width % GROUP or k % self.width:
             return None
@@ -60,6 +63,16 @@ class ScaledWeight:
         elif q.dtype != torch.int8 or bool((torch.as_tensor(zero) != 0).any()):
             return None
         return Blocks("q8_0", pack_q8(q, self._of_groups(self.scale, GROUP)), k)
+
+    def _floats(self) -> Fp8 | None:
+        n, k = self.q.shape
+        has_groups = self.group_of is None and (self.width % VALUES == 0 or self.width >= k)
+        has_zeros = self.zero is not None and bool((self.zero != 0).any())
+        if self.q.dtype != torch.float8_e4m3fn or has_zeros or not has_groups:
+            return None
+        scale = self.scale.repeat_interleave(self.height, 0)[:n] if self.height > 1 else self.scale
+        of_one = num_blocks(k) if self.width >= k else self.width // VALUES
+        return fp8_blocks(self.q, scale.repeat_interleave(of_one, 1)[:, : num_blocks(k)])
 
     def _four_bits(self) -> Blocks:
         n, k = self.q.shape

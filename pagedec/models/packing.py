@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from pagedec.formats.quantize import FORMS, quantize_int4, quantize_q8
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
 from pagedec.kernels.blocks import PANEL, Blocks
+from pagedec.kernels.fp8 import Fp8
 from pagedec.kernels.reference_linear import interleave_gate_up
 from pagedec.models.architecture import OUTPUT
 
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
-STORED = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "torchao", "mxfp4")
+STORED = ("gguf", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4")
 """Kinds of quantisation that leave blocks as the files have them."""
 
 Matrix = torch.Tensor | Blocks
@@ -43,7 +45,7 @@ def load_vocabulary(source: WeightSource, name: str, backend: Backend) -> Matrix
     logit hangs on a row of its own."""
     kind = backend.quantization
     stored = source.blocks(name) if kind in STORED else None
-    if stored is not None:
+    if stored is not None and not isinstance(stored, Fp8):  # of which no rows can be looked up
         return stored
     weight = source.load(name)
     return quantize_q8(weight) if kind in FORMS and weight.shape[1] % 32 == 0 else weight
@@ -93,8 +95,8 @@ def pack_stacked(backend: Backend, weights: Sequence[Matrix], biases: Sequence[t
 
 
 def _joined(weights: Sequence[Matrix]) -> list[Blocks] | None:
-    """The weights with neighbours of one format joined; None where some have no blocks, or a panel would have two
-    formats."""
+    """The weights with neighbours of one format joined; None where some have no blocks, a panel would have two formats,
+    or there are others beside fp8, of which the inputs stay what they are."""
     joined: list[Blocks] = []
     for weight in weights:
         if not isinstance(weight, Blocks):
@@ -103,7 +105,8 @@ def _joined(weights: Sequence[Matrix]) -> list[Blocks] | None:
             joined[-1] = Blocks.concat([joined[-1], weight])
         else:
             joined.append(weight)
-    return None if any(blocks.n % PANEL for blocks in joined[:-1]) else joined
+    has_others = len(joined) > 1 and any(isinstance(blocks, Fp8) for blocks in joined)
+    return None if has_others or any(blocks.n % PANEL for blocks in joined[:-1]) else joined
 
 
 def padded_width(width: int) -> int:
@@ -114,7 +117,7 @@ def padded_width(width: int) -> int:
 def gated_matrix(backend: Backend, gate: Matrix, up: Matrix) -> Matrix:
     """Gate and up projections [width, k] as one weight for an epilogue that multiplies them."""
     if isinstance(gate, Blocks) and isinstance(up, Blocks) and gate.format == up.format:  # bytes of 0 are values of 0
-        return Blocks(gate.format, interleave_gate_up(_pad_rows(gate.data), _pad_rows(up.data)), gate.k)
+        return replace(gate, data=interleave_gate_up(_pad_rows(gate.data), _pad_rows(up.data)))
     return interleave_gate_up(_pad_rows(_numbers(backend, gate)), _pad_rows(_numbers(backend, up)))
 
 

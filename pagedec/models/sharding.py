@@ -15,6 +15,7 @@ import torch
 from pagedec.errors import InvalidArgument
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.fp8 import Fp8
 from pagedec.models.architecture import Architecture, Part, Portion
 
 UNITS = (64, 16, 1)
@@ -51,7 +52,7 @@ def longest_block(arch: Architecture, source: WeightSource, part: Part, kind: st
     cuts = arch.cuts(part)
     names = [name for name in arch.weight_shapes() if name in cuts and cuts[name].axis == 1]
     found = map(source.blocks, names if kind == "gguf" else names[:1])
-    return max((blocks.layout.values for blocks in found if blocks is not None), default=1)
+    return max((blocks.values for blocks in found if blocks is not None), default=1)
 
 
 def part_of(arch: Architecture, rank: int, world: int, block: int = 1) -> Part:
@@ -101,7 +102,7 @@ def cut_shape(whole: tuple[int, ...], cut: Portion | None) -> tuple[int, ...]:
 def _beside(parts: Sequence[Blocks]) -> Blocks:
     """Blocks of one format, their columns one behind the other."""
     first = parts[0]
-    return Blocks(first.format, torch.cat([part.data for part in parts], 1), sum(part.k for part in parts))
+    return replace(first, data=torch.cat([part.data for part in parts], 1), k=sum(part.k for part in parts))
 
 
 class ShardedSource:
@@ -139,19 +140,20 @@ class ShardedSource:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.axis)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return the rank's cut of a matrix in small integers. Raises InvalidArgument where a cut is inside of a
-        block."""
+        """Return the rank's cut of a matrix in small integers or floats. Raises InvalidArgument where a cut is inside
+        of a block; but of floats it is None, since numbers give the same bits."""
         cut, whole = self._cuts.get(name), self._source.blocks(name)
         if cut is None or whole is None:
             return whole
         if cut.axis == 0:
             return whole.rows(torch.cat([torch.arange(piece.start, piece.stop) for piece in cut.pieces]))
         try:
-            pieces = [whole.columns(piece.start, piece.stop) for piece in cut.pieces]
+            return _beside([whole.columns(piece.start, piece.stop) for piece in cut.pieces])
         except ValueError as error:
+            if isinstance(whole, Fp8):
+                return None
             limit = f"cuts {name} inside of its blocks: {error}; with quantization off there are none"
             raise InvalidArgument("tensor_parallel_size", self._part.world, limit) from error
-        return _beside(pieces)
 
     def release(self) -> None:
         """Give up the memory of what was read."""

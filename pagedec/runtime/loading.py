@@ -184,6 +184,8 @@ def load_model(
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
     stored = quantised(files, (MXFP4,))
     bits = 4 if stored is None else stored.bits if stored.is_kept else None
+    if stored is not None and stored.are_floats and isinstance(backend, DeviceBackend):
+        bits = None
     size, memory = weight_bytes(arch, backend, bits), memory_of(backend)
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"

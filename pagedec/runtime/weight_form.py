@@ -32,7 +32,8 @@ def weight_form(model: ModelConfig) -> str | None:
     if asked in (None, *METHODS):
         if known is None:  # transformers' modeling code has numbers
             return method if family is not None and method in others else None
-        return method if known.has_blocks else None
+        stays = known.has_blocks and (asked is not None or not known.are_floats)
+        return method if stays else None
     if asked == "gguf" and files.weights is not None and files.load_format != "gguf":
         raise InvalidArgument("quantization", asked, "must be of a .gguf file, or of dummy weights")
     return asked

@@ -84,6 +84,16 @@ def test_integers_made_of_numbers(
     assert got == said(mixed.path, None, monkeypatch, quantization=form) and got[1] == {kind}
 
 
+def test_floats_of_8_bits_are_numbers_there(
+    isa: str, mixed: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.models.test_fp8_weights import fp8_checkpoint
+
+    path = fp8_checkpoint(mixed.path, tmp_path / "fp8", "rectangles")
+    tokens, kinds = said(path, isa, monkeypatch, quantization="fp8")
+    assert kinds == {"PLAIN0"} and said(path, None, monkeypatch, quantization="fp8") == (tokens, {"FP80"})
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["int4", "int8_weight_only"])
 def test_a_row_has_its_bits_whatever_stands_beside_it(

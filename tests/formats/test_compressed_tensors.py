@@ -163,7 +163,9 @@ def test_floats_of_8_bits(tmp_path: Path, shape: tuple[int, ...], dtype: torch.d
     spread = scale.reshape(len(scale) if scale.ndim == 2 else 1, -1)
     spread = spread.repeat_interleave(K // spread.shape[1], 1)
     assert torch.equal(source.load(NAME), weight.float() * spread)
-    assert source.blocks(NAME) is None and source.dtype(NAME) == torch.float32
+    blocks = source.blocks(NAME)
+    assert (blocks is None) == (dtype != FP8) and source.dtype(NAME) == torch.float32
+    assert blocks is None or torch.equal(blocks.dequantize(), source.load(NAME))
 
 
 @pytest.mark.parametrize("part", ["weight_scale", "weight_scale_inv"])
@@ -255,6 +257,7 @@ def said(**changes: Any) -> dict[str, Any]:
 
 
 TWO = {"a": {"weights": WEIGHTS}, "b": {"weights": {"num_bits": 8, "type": "float"}, "format": "float-quantized"}}
+OF_FLOATS = {"a": TWO["b"], "b": TWO["b"] | {"targets": ["Linear"]}}
 INPUTS = {"a": {"weights": WEIGHTS}, "b": {"targets": ["LlamaAttention"], "weights": None}}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
 
@@ -268,11 +271,14 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
         (said(weights={"num_bits": 8, "symmetric": False}), "compressed-tensors", 8, False, False),
         (said(weights={"symmetric": False}), "compressed-tensors", 4, True, True),
         (said(weights=BLOCKS, format="float-quantized"), "compressed-tensors", 8, False, False),
-        (said(config_groups=TWO, format="mixed-precision"), "compressed-tensors", 8, True, False),
+        (said(config_groups=OF_FLOATS), "compressed-tensors", 8, True, True),
         (said(sparsity_config={}, transform_config={}), "compressed-tensors", 4, True, True),
         (said(config_groups=INPUTS), "compressed-tensors", 4, True, True),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8, False, False),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, False, False),
+        (said(config_groups=TWO, format="mixed-precision"), "compressed-tensors", 8, True, True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8, True, True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, "fp8", 8, False, False),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, True, True),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8", 8, False, False),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8", 8, False, False),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "modelopt", 8, False, False),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "modelopt", 8, False, False),
@@ -281,6 +287,8 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
 def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool, is_kept: bool) -> None:
     known = read_quantised(config)
     assert (known.method, known.bits, known.has_blocks, known.is_kept) == (method, bits, has_blocks, is_kept)
+    integers = [weights for group in config.get("config_groups", {}).values() if (weights := group.get("weights"))]
+    assert known.are_floats == (not has_blocks or all(weights.get("type") == "float" for weights in integers))
 
 
 def test_whether_all_weights_have_zero_points() -> None:
