@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, LoRARequest, SamplingParams
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.fp8 import Fp8, fp8_blocks
 from pagedec.models.packing import gated_matrix, pack_stacked
 from pagedec.runtime.loading import choose_backend, load_model, weight_form
+from tests.engine.lora_cases import adapter, arch_of
 from tests.engine.neighbours import assert_neighbours_change_nothing
 from tests.models.checkpoints import Checkpoint, make_checkpoint, variant
 from tests.models.test_block_weights import config_of, is_quantised, logits
@@ -224,6 +225,21 @@ def test_ranks_have_their_part(width: int, tmp_path: Path) -> None:
         with LLM(str(path), **arguments) as llm:
             answers.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[0] == answers[1]
+
+
+def test_adapters_are_added_to_the_same_numbers(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint, answers = checkpoints("llama"), []
+    path = fp8_checkpoint(checkpoint.path, tmp_path / "fp8", "rectangles")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    for form in ("fp8", "off"):
+        own = {"quantization": form, "dtype": "bfloat16", "enable_lora": True, "max_lora_rank": 16}
+        with LLM(str(path), skip_tokenizer_init=True, num_blocks=64, **own) as llm:
+            place, _ = adapter(tmp_path, arch_of(llm), 0)
+            requests = [LoRARequest("own", 1, place), None]
+            prompt = {"prompt_token_ids": checkpoint.tokens}
+            outputs = llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=requests)
+            answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
 
 
 def test_neighbours_change_nothing(checkpoints: Checkpoints, tmp_path: Path) -> None:
