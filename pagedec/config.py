@@ -89,8 +89,8 @@ class ModelConfig:
         None,
         Text(
             "weights of linear layers: int8, inputs too; int8_weight_only: inputs as they are; int4 in groups of 32 or "
-            "128, with or without zero points; gguf: as a .gguf file has them; off: as dtype says; fp8: floats of 8 "
-            "bits as they are; by default the integers or MXFP4 that a checkpoint has, else numbers",
+            "128, with or without zero points; gguf: as a .gguf file has them; off: as dtype says; a checkpoint's "
+            "method, such as fp8: its floats of 8 bits, too; by default its integers or MXFP4, else numbers",
             choices=QUANTIZATIONS,
             optional=True,
         ),

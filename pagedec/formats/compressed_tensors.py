@@ -139,7 +139,7 @@ def _fits(rectangle: tuple[int, int] | None) -> bool:
 
 def read_fbgemm(config: Mapping[str, Any]) -> CompressedConfig:
     """The same of "fbgemm_fp8": floats of 8 bits with a scale an output."""
-    return CompressedConfig("fbgemm_fp8", 8, False, is_kept=False)
+    return CompressedConfig("fbgemm_fp8", 8, True, are_floats=True)
 
 
 def read_modelopt(config: Mapping[str, Any]) -> CompressedConfig:
@@ -148,7 +148,7 @@ def read_modelopt(config: Mapping[str, Any]) -> CompressedConfig:
     nested = config.get("quantization")
     said = nested if isinstance(nested, Mapping) else config
     _one_of("quant_algo", said.get("quant_algo"), MODELOPT)
-    return CompressedConfig("modelopt", 8, False, is_kept=False)
+    return CompressedConfig("modelopt", 8, True, are_floats=True)
 
 
 def _rectangle(field: str, shape: object) -> tuple[int, int]:

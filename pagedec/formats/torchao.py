@@ -21,6 +21,7 @@ INTEGERS = (
     *("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"),
 )
 FLOATS = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
+E4M3 = "float8_e4m3fn"
 DTYPES = {f"int{bits}": bits for bits in range(1, 9)}
 RENAMES = (
     (r"(.+)\._weight_qdata$", r"\1.weight"),
@@ -41,14 +42,20 @@ def read_torchao(config: Mapping[str, Any]) -> CompressedConfig:
     if kind not in known:
         limit = f"is not supported; supported are {', '.join(known)}"
         raise InvalidArgument("quantization_config.quant_type.default._type", kind, limit)
-    bits = _bits(said.get("_data")) if kind in INTEGERS else 8
-    return CompressedConfig(METHOD, bits, kind in INTEGERS, is_kept=kind in INTEGERS)
+    dtype = _dtype(said.get("_data"))
+    if kind in INTEGERS:
+        return CompressedConfig(METHOD, _bits("int8" if dtype is None else dtype), True)
+    has_blocks = dtype in (None, E4M3)
+    return CompressedConfig(METHOD, 8, has_blocks, is_kept=has_blocks, are_floats=True)
 
 
-def _bits(data: object) -> int:
-    """4 where no integer has more, else 8, as all have that are not said to have less."""
+def _dtype(data: object) -> object:
     told = data.get("weight_dtype") if isinstance(data, Mapping) else None
-    dtype = told.get("_data") if isinstance(told, Mapping) else "int8"
+    return told.get("_data") if isinstance(told, Mapping) else None
+
+
+def _bits(dtype: object) -> int:
+    """4 where no integer has more, else 8."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         limit = f"is not supported; supported are {', '.join(DTYPES)}"
         raise InvalidArgument("quantization_config.quant_type.default._data.weight_dtype", dtype, limit)

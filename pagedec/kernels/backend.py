@@ -104,7 +104,7 @@ INT8_QUANTIZATIONS = ("int8", "int8_weight_only")
 """Kinds of weights that are integers of 8 bits with a scale an output."""
 BLOCK_QUANTIZATIONS = (
     *("int4", "int4_128", "int4_zero", "int4_zero_128"),
-    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4"),
+    *("gguf", "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "torchao", "mxfp4"),
 )
 """Kinds of weights that come in blocks; all other numbers of a model are the backend's."""
 

@@ -22,7 +22,10 @@ from pagedec.kernels.reference_linear import interleave_gate_up
 from pagedec.models.architecture import OUTPUT
 
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
-STORED = ("gguf", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4")
+STORED = (
+    *("gguf", "awq", "gptq", "compressed-tensors"),
+    *("fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "torchao", "mxfp4"),
+)
 """Kinds of quantisation that leave blocks as the files have them."""
 
 Matrix = torch.Tensor | Blocks

@@ -279,9 +279,9 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
         ({"quant_method": "fp8", "weight_block_size": [128, 64]}, "fp8", 8, False, False),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", 8, True, True),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8", 8, False, False),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8", 8, False, False),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "modelopt", 8, False, False),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "modelopt", 8, False, False),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8", 8, True, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "modelopt", 8, True, True),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "modelopt", 8, True, True),
     ],
 )
 def test_configurations(config: dict[str, Any], method: str, bits: int, has_blocks: bool, is_kept: bool) -> None:

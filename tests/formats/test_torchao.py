@@ -13,6 +13,7 @@ from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.quantised import read_quantised
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.scaled import QuantisedSource
+from pagedec.kernels.fp8 import Fp8
 
 STEM = "model.layers.0.self_attn.q_proj"
 NAME = f"{STEM}.weight"
@@ -101,8 +102,10 @@ def test_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(N, 1), (1, 1)])
 def test_floats(tmp_path: Path, shape: tuple[int, int]) -> None:
     q, scale = torch.randn(N, K).to(FP8), torch.rand(shape) + 0.5
-    source = opened(tmp_path, said(FLOAT8), qdata=q, scale=scale)
-    assert torch.equal(source.load(NAME), q.float() * scale) and source.blocks(NAME) is None
+    source, values = opened(tmp_path, said(FLOAT8), qdata=q, scale=scale), q.float() * scale
+    blocks = source.blocks(NAME)
+    assert torch.equal(source.load(NAME), values)
+    assert isinstance(blocks, Fp8) and torch.equal(blocks.dequantize(), values)
 
 
 def test_scales_of_static_inputs_are_passed_over(tmp_path: Path) -> None:
@@ -141,12 +144,15 @@ def test_what_does_not_fit_is_named(tmp_path: Path, parts: dict[str, torch.Tenso
         (said("Int8DynamicActivationIntxWeightConfig", "int4"), 4, True),
         (said(INTX, "int3"), 4, True),
         (said(INTX, "int6"), 8, True),
-        (said(FLOAT8), 8, False),
+        (said(FLOAT8), 8, True),
+        (said("Float8DynamicActivationFloat8WeightConfig", "float8_e4m3fn"), 8, True),
+        (said(FLOAT8, "float8_e5m2"), 8, False),
     ],
 )
 def test_configurations(config: dict[str, Any], bits: int, is_kept: bool) -> None:
     known = read_quantised(config)
     assert (known.method, known.bits, known.has_blocks, known.is_kept) == ("torchao", bits, is_kept, is_kept)
+    assert known.are_floats == config["quant_type"]["default"]["_type"].startswith("Float8")
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_neighbours_change_nothing(method: str, checkpoints: Checkpoints, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["fbgemm_fp8", "modelopt"])
-def test_floats_of_8_bits_are_numbers(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_floats_of_8_bits_are_their_numbers(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama")
     quantised_checkpoint(checkpoint.path, tmp_path / "rows", method)
 
@@ -282,9 +282,8 @@ def test_floats_of_8_bits_are_numbers(method: str, checkpoints: Checkpoints, tmp
     plain_checkpoint(checkpoint.path, tmp_path / "plain", rounded)
     for asked in ({}, {"quantization": method}, {"quantization": "int4"}):
         config = config_of(tmp_path / "rows", **asked)
-        form = weight_form(config.model)
-        assert form == (asked.get("quantization") if "int4" in asked.values() else None)
-        numbers = config_of(tmp_path / "plain", quantization=form)
+        assert weight_form(config.model) == asked.get("quantization")
+        numbers = config_of(tmp_path / "plain", quantization="int4" if "int4" in asked.values() else None)
         assert torch.equal(logits(config, checkpoint.tokens), logits(numbers, checkpoint.tokens))
 
 

@@ -37,6 +37,9 @@ KINDS = {
     "outputs": ("compressed-tensors", 1, None),
     "groups": ("compressed-tensors", 1, 128),
     "blocks": ("compressed-tensors", 128, 128),
+    "outputs of Meta": ("fbgemm_fp8", 1, None),
+    "weight of NVIDIA": ("modelopt", None, None),
+    "outputs of torchao": ("torchao", 1, None),
 }
 """By what shares a scale: the method, and how many outputs and inputs do; None: all."""
 Checkpoints = Callable[[str], Checkpoint]
@@ -70,20 +73,30 @@ def fp8_checkpoint(source: Path, target: Path, kind: str, change: Callable[[str,
             continue
         values, scale = scaled(weight, height, width)
         suffix = "_inv" if kind == "rectangles" else ""
-        parts = {"": values, f"_scale{suffix}": scale.view(()) if kind == "weight" else scale}
+        parts = {"": values, f"_scale{suffix}": scale.view(()) if height is None else scale}
         parts = parts if change is None else change(name, parts)
-        tensors |= {name + part: tensor for part, tensor in parts.items()}
+        if method == "torchao":
+            parts = {part or "_qdata": tensor for part, tensor in parts.items()}
+        stem = name.replace(".weight", "._weight") if method == "torchao" else name
+        tensors |= {stem + part: tensor for part, tensor in parts.items()}
     target.mkdir()
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    shape = [height, width] if height == 128 else None
-    own: dict[str, Any] = {"quant_method": method, "weight_block_size": shape}
-    if method != "fp8":
-        weights = {"num_bits": 8, "type": "float", "block_structure": shape}
-        group = {"targets": ["Linear"], "weights": weights}
-        own = {"quant_method": method, "format": "float-quantized", "config_groups": {"group_0": group}}
+    own = {"quant_method": method, **said(method, [height, width] if height == 128 else None)}
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
     return target
+
+
+def said(method: str, shape: list[int | None] | None) -> dict[str, Any]:
+    """What a quantization_config says of a method, and of the rectangles that share a scale."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "block_structure": shape}}
+    return {
+        "fp8": {"weight_block_size": shape},
+        "compressed-tensors": {"format": "float-quantized", "config_groups": {"group_0": group}},
+        "fbgemm_fp8": {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        "modelopt": {"quant_algo": "FP8", "ignore": ["lm_head"]},
+        "torchao": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_data": {}}}},
+    }[method]
 
 
 class Told(ReferenceBackend):
@@ -108,7 +121,7 @@ def told(path: Path, method: str) -> tuple[int, int]:
     return backend.num_floats, backend.num_numbers
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,9 +142,14 @@ def test_logits_are_those_of_the_numbers(
         assert torch.equal(*of_torch)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_but_the_output_matrix_stay(kind: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = fp8_checkpoint(checkpoints("llama").path, tmp_path / "fp8", kind)
+    assert told(path, KINDS[kind][0]) == (2 * 4, 1)
+
+
 def test_what_stays_takes_half_the_memory(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = fp8_checkpoint(checkpoints("llama").path, tmp_path / "fp8", "rectangles")
-    assert told(path, "fp8") == (2 * 4, 1)  # the output matrix
     sizes = {}
     for form in ("fp8", "off"):
         config = config_of(path, quantization=form, dtype="bfloat16")
