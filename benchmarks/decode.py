@@ -9,7 +9,8 @@ gains. Beside it, in every round: a plain read of as many bytes as the bf16 step
 layers alone, ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic /
 dot-product rate) of the same round. With `--against`, "other" is the step, and the prefill, of an engine with the
 kernels of another build; with `--small-pages`, its weights are in pages of 4 KB. Host is the time of a step outside the
-device: plan and settle.
+device: plan and settle. "outside" is all of a step's time outside of lists and calls of kernels, the median: the
+runner's own, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from common import Timing, heading, interleave, ratio, self_spread, table, wait_for_huge_pages
@@ -34,6 +37,34 @@ from pagedec.runtime.cache import block_bytes
 PROMPT = 32  # tokens
 NEW_TOKENS = 64
 FOREVER = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS + 64)
+
+
+class Outside:
+    """Notes how long each call of `step` was not in the kernels' lists and calls."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.seconds: list[float] = []
+        self._step = step
+
+    def __call__(self) -> None:
+        inside, kept = 0.0, (Context.run, Context.call)
+
+        def timed(method: Callable[..., None]) -> Callable[..., None]:
+            def call(*given: object) -> None:
+                nonlocal inside
+                began = time.perf_counter()
+                method(*given)
+                inside += time.perf_counter() - began
+
+            return call
+
+        Context.run, Context.call = map(timed, kept)  # type: ignore[method-assign]
+        try:
+            began = time.perf_counter()
+            self._step()
+            self.seconds.append(time.perf_counter() - began - inside)
+        finally:
+            Context.run, Context.call = kept  # type: ignore[method-assign]
 
 
 class Contest:
@@ -139,7 +170,7 @@ def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
     contest.layers.rows[0] = batch
     linears = contest.layers.contestants(batch)
     contestants: dict[str, Callable[[], object]] = {
-        "step": engine.step,
+        "step": (step_outside := Outside(engine.step)),
         "read": contest.read(contest.layers.num_bytes + contest.kv_bytes(kv)),
         "linears": linears["ours"],
         "torch": linears["torch"],
@@ -164,7 +195,8 @@ def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
     return [
         batch, f"{step.median * 1e3:.2f}", f"{batch / step.median:.0f}", f"{timings['read'].median * 1e3:.2f}",
         f"{roof.median * 1e3:.2f}", pair(step, roof), f"{timings['linears'].median * 1e3:.2f}",
-        f"{timings['torch'].median * 1e3:.2f}", f"{host * 1e3:.2f}", pair(peer, step) if peer else "-",
+        f"{timings['torch'].median * 1e3:.2f}", f"{host * 1e3:.2f}",
+        f"{median(step_outside.seconds) * 1e3:.2f}", pair(peer, step) if peer else "-",
         f"{int8.median * 1e3:.2f}" if int8 else "-", f"{batch / int8.median:.0f}" if int8 else "-",
         pair(step, int8) if int8 else "-", f"{other.median * 1e3:.2f}" if other else "-",
         pair(other, step) if other else "-", f"{self_spread(step):.2f}",
@@ -229,7 +261,7 @@ def main() -> None:
         f"kernels {contest.context.isa}, {contest.context.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n"
     )
     columns = [
-        "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host",
+        "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host", "outside",
         "transformers / step", "int8", "int8 tokens/s", "bf16 / int8", "other", "other / step", "step / step",
     ]  # fmt: skip
     table(columns, [decode(contest, batch, arguments.rounds) for batch in arguments.batch])
