@@ -118,11 +118,13 @@ def test_an_engine_that_finds_no_room_while_another_works(
                 loaded.touch(exist_ok=False)
                 return super().load(arguments, terms)
             wait_for((tmp_path / "works").exists)
+            (tmp_path / "fails").touch()
             raise InvalidArgument("tensor_parallel_size", 2, "needs 2 times the room")
 
         def work(self, asked: list[Any]) -> Any:
             (tmp_path / "works").touch()
-            time.sleep(0.2)
+            wait_for((tmp_path / "fails").exists)
+            time.sleep(0.2)  # many times, in one of which the driver hears of it
             return super().work(asked)
 
     monkeypatch.setattr(cluster, "_Engine", Unlucky)

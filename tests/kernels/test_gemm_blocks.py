@@ -297,6 +297,6 @@ def test_wrong_segments_are_named(context: Context, segments: list[tuple[int, in
     wrong.num_segments = len(segments or ())
     with pytest.raises(KernelError, match=f"pd_gemm: {message}"):
         context.run(OpList([wrong]))
-    wrong.quantization = 4
-    with pytest.raises(KernelError, match=r"quantization is 4; it must be 0 \(none\), 1 \(int8\), 2 \(blocks\) or 3"):
+    wrong.quantization = 5
+    with pytest.raises(KernelError, match=r"quantization is 5; it must be 0 \(none\), 1 \(int8\), 2 \(blocks\), 3"):
         context.run(OpList([wrong]))

@@ -271,8 +271,8 @@ def test_what_is_invalid_is_named(context: Context) -> None:
             context.library.check(functions.pd_pack_int8(context.handle, *arguments))
     rows, x, y = count(1), normal(1, 8, seed=1), torch.empty(1, 32)
     wrong = record(rows, x, storage, (32, 8), y)
-    wrong.quantization = 4
-    with pytest.raises(KernelError, match="quantization is 4; it must be 0"):
+    wrong.quantization = 5
+    with pytest.raises(KernelError, match="quantization is 5; it must be 0"):
         context.run(OpList([wrong]))
     for make in (
         lambda: NativeBackend(context.library, torch.float32, "int5"),

@@ -122,6 +122,8 @@ def assert_same(a: Any, b: Any, but: tuple[str, ...] = ()) -> None:
             assert_same(first, second, but)
         elif field.name in but:
             assert np.allclose(first, second, rtol=0, atol=1e-5), field.name
+        elif isinstance(first, dict):
+            assert first == second, field.name
         else:
             assert first.dtype == second.dtype and np.array_equal(first, second), field.name
 

@@ -147,8 +147,8 @@ def test_prefixes_are_their_own(adapters: Serving) -> None:
 
 # ---- who is beside them
 def test_neighbours_who_leave_change_nothing(adapters: Serving, adapted: Adapted, admin: Admin) -> None:
-    """Some cancel, some have no time, some ask for what there is not; those who stay have their answers. What is endless
-    goes through as many adapters as have places: another one would wait for its end."""
+    """Some cancel, some have no time, some ask for what there is not; those who stay have their answers. What is
+    endless goes through as many adapters as have places: another one would wait for its end."""
     own = parameters(16000, temperature=0.0)
     own.stopping.ignore_eos = True
 
