@@ -3,6 +3,8 @@ are."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from pagedec.kernels.reference_linear import interleave_gate_up
 from tests.kernels.calls import ALWAYS_VNNI, DTYPES, count, either, normal, threads
 from tests.kernels.test_gemm import Linear, aligned
 from tests.kernels.test_gemm_int8 import GATED, record
+from tests.kernels.test_gemm_weight_only import guarded
 
 SHAPES = [(1, 1, 32), (3, 33, 96), (5, 31, 128), (16, 65, 160), (26, 96, 2080), (150, 40, 416), (200, 65, 928)]
 
@@ -42,24 +45,8 @@ def packed(context: Context, weight: Fp8) -> Tensor:
     return out
 
 
-def linear(
-    context: Context,
-    x: Tensor,
-    weight: Fp8,
-    bias: Tensor | None = None,
-    epilogue: Epilogue = Epilogue.STORE,
-    y: Tensor | None = None,
-) -> Tensor:
-    """With a guard row of NaN behind the last, where nothing may be written."""
-    width = weight.n // 2 if epilogue in GATED else weight.n
-    guard = torch.full((1, width), torch.nan)
-    out = torch.cat([guard.expand(len(x), width) if y is None else y, guard]).contiguous()
-    rows, x, panels = count(len(x)), x.contiguous(), packed(context, weight)
-    call = record(rows, x, panels, weight.shape, out, bias, epilogue)
-    call.quantization = int(Quantization.FP8)
-    context.call(call)
-    assert out[-1].isnan().all()
-    return out[:-1].clone()
+def linear(context: Context, x: Tensor, weight: Fp8, *rest: Any) -> Tensor:
+    return guarded(context, x, packed(context, weight), weight.shape, Quantization.FP8, *rest)
 
 
 @pytest.mark.sampled(8)

@@ -3,6 +3,9 @@ integers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,21 +28,27 @@ def packed(context: Context, weight: Tensor) -> Tensor:
     return out
 
 
-def linear(
+def linear(context: Context, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return guarded(context, x, packed(context, weight), weight.shape, Quantization.INT8_WEIGHT_ONLY, *rest)
+
+
+def guarded(
     context: Context,
     x: Tensor,
-    weight: Tensor,
+    panels: Tensor,
+    shape: Sequence[int],
+    quantization: Quantization,
     bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
     y: Tensor | None = None,
 ) -> Tensor:
-    """With a guard row of NaN behind the last, where nothing may be written."""
-    width = weight.shape[0] // 2 if epilogue in GATED else weight.shape[0]
+    """A layer with a guard row of NaN behind the last, where nothing may be written."""
+    width = shape[0] // 2 if epilogue in GATED else shape[0]
     guard = torch.full((1, width), torch.nan)
     out = torch.cat([guard.expand(len(x), width) if y is None else y, guard]).contiguous()
-    rows, x, panels = count(len(x)), x.contiguous(), packed(context, weight)
-    call = record(rows, x, panels, weight.shape, out, bias, epilogue)
-    call.quantization = int(Quantization.INT8_WEIGHT_ONLY)
+    rows, x = count(len(x)), x.contiguous()
+    call = record(rows, x, panels, shape, out, bias, epilogue)
+    call.quantization = int(quantization)
     context.call(call)
     assert out[-1].isnan().all()
     return out[:-1].clone()
