@@ -111,6 +111,7 @@ def build_engine(
             num_offload_blocks=target.num_offload_blocks,
             max_positions={lane: known.max_model_len for lane, known in others.items()},
             vocab_sizes={lane: known.vocab_size for lane, known in others.items()},
+            lags={lane: known.lag for lane, known in others.items()},
         )
     )
     limits = ModelLimits(target.vocab_size, target.max_model_len, eos_token_ids, config.scheduler.max_logprobs)

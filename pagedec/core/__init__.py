@@ -12,7 +12,8 @@ To be read in this order; each file needs those before it, and few behind it:
    what is refused at the door), `adapter_places` (which adapters are at hand), `resuming` (requests that were
    interrupted elsewhere)
 4. what a device sees: `forward` (a step as arrays), `wire` (as one buffer), `masking` (what follows it), `plan` (for
-   whom), `layout`, `marks` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what comes back)
+   whom), `layout`, `rolling`, `marks` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what
+   comes back)
 5. what pays: `costs` (of a step), `odds` (of drafts), `granting` (whose rows), `standing` (who is asked), `weighing`
 6. a step is planned: `planning`, by `rows`, `pausing` (prompts beside answers), `drafting`, `reuse` and `trunk` (the
    prefix cache), `demand` (who is let in), `preemption`; `ahead` (before the answers of the one before)

@@ -37,18 +37,27 @@ class BlockPool:
     may still write in place, because copies run before writes.
 
     `rows` holds every table's blocks as one row, so that a step gathers its block tables with a single index.
+
+    `lag`: what slot i holds is made of the tokens up to i + lag, so that a text of n tokens fills n - lag slots.
     """
 
     __slots__ = (
-        "block_of", "block_size", "events", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks",
-        "num_copied", "num_evictions", "num_forks", "offload",
+        "block_of", "block_size", "events", "evictable", "free", "free_rows", "fresh", "key_of", "lag", "lane",
+        "num_blocks", "num_copied", "num_evictions", "num_forks", "offload",
         "pins", "refs", "row_view", "rows", "width",
     )  # fmt: skip
 
     def __init__(
-        self, lane: str, num_blocks: int, block_size: int, max_blocks_per_table: int, num_offload_blocks: int = 0
+        self,
+        lane: str,
+        num_blocks: int,
+        block_size: int,
+        max_blocks_per_table: int,
+        num_offload_blocks: int = 0,
+        lag: int = 0,
     ) -> None:
         self.lane, self.num_blocks, self.block_size, self.width = lane, num_blocks, block_size, max_blocks_per_table
+        self.lag = lag
         self.refs: list[int] = [0] * num_blocks
         self.pins: list[int] = [0] * num_blocks
         self.free: list[int] = list(range(num_blocks - 1, -1, -1))

@@ -15,7 +15,8 @@ def note_cached(work: Work, publishes: bool, rolled: Sequence[int] = ()) -> None
     table.length = length
     size = table.pool.block_size
     if table.pool.lane == "draft":
-        table.truncate(length, tuple(rolled[:-1]))  # the last rolled token was not evaluated
+        # the last rolled token was not evaluated, and where slots lag, none was with what the target makes of it
+        table.truncate(length, () if table.pool.lag else tuple(rolled[:-1]))
     elif length // size > table.published and publishes:
         request = work.request  # before the transition, or a finished request would leave nothing
         if not request.decoder.gang or len(request.branches) == 1:

@@ -134,11 +134,16 @@ class Drafting:
         table, rows, history = branch.tables["draft"], self._rows, request.history
         builder = rows.builders["draft"]
         table.truncate(table.length)  # a tail that no step has used is forgotten
-        length = history.depth[branch.tip]
-        pending = length - table.length
+        length, lag = history.depth[branch.tip], table.pool.lag
+        end = length - lag
+        pending = end - table.length
         count = min(self._limits.chunk, rows.most_drafting(pending))
-        caught_up = is_whole and count == pending and length + roll.count <= request.limit
-        caught_up = caught_up and length + roll.count - 1 <= self._limits.longest("draft")  # the last one is only drawn
+        has_features = True
+        if lag:  # those that the target has evaluated before this step
+            count = max(0, min(count, branch.table.length - table.length))
+            has_features = 0 < end <= branch.table.length
+        caught_up = is_whole and count == pending and has_features and length + roll.count <= request.limit
+        caught_up = caught_up and end + roll.count - 1 <= self._limits.longest("draft")  # the last one is only drawn
         if rows.draft_left <= 0 or not (caught_up or count) or not self._can_read(request, branch, count):
             return EMPTY, -1
         want = count + (roll.count - 1 if caught_up else 0)
@@ -146,8 +151,10 @@ class Drafting:
             if not self._room.make_on_draft_lane(branch):
                 return EMPTY, -1
         start = table.length
-        tokens = history.slice(branch.tip, start, start + count)
+        tokens = history.slice(branch.tip, start + lag, start + lag + count)
         row = builder.add(table, start, tokens, history.token[branch.tip])
+        if lag:
+            builder.rolls.read_features(branch.table, start if count else start - 1, max(1, count))
         work = Work(request, branch, table, start, count)
         if caught_up:
             rule_id = -1 if request.rules is NO_RULES else request.arrival
@@ -158,8 +165,9 @@ class Drafting:
 
     def _can_read(self, request: Request, branch: Branch, count: int) -> bool:
         """The draft model has a context and a vocabulary of its own; what goes beyond them it never sees."""
-        start, limits = branch.tables["draft"].length, self._limits
-        if start + count > limits.longest("draft"):
+        table, limits = branch.tables["draft"], self._limits
+        start = table.length + table.pool.lag
+        if table.length + count > limits.longest("draft"):
             return False
         tokens = request.history.slice(branch.tip, start, start + count)
         return max(tokens, default=0) < limits.vocab_size_of("draft")

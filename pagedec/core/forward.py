@@ -122,6 +122,7 @@ class LaneForward:
     masked_rows: np.ndarray = _ints()  # int32 [num_masked], into read_rows, ascending: a mask follows for each
     rolls: np.ndarray = field(default_factory=lambda: NO_ROLLS)  # ROLL_DTYPE [num_rolls]
     roll_slots: np.ndarray = _ints()  # int32 [sum(count - 1)]: where the tokens of each roll but its last are cached
+    feature_slots: np.ndarray = _ints()  # int32 [num_rows], of the target's pool: what each row reads; []: nothing
     verified_draws: np.ndarray = _ints()  # int32 [num_verified]: draws that verify a rolled token by rejection ...
     verified_tokens: np.ndarray = _ints()  # int32 [num_verified]: ... at this place in LaneAnswers.rolled, kept
     processing: ProcessRows | None = None

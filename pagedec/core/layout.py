@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from pagedec.core.forward import (
     NO_BEST_ROWS,
     NO_DRAWS,
     NO_INTS,
-    NO_ROLLS,
-    ROLL_DTYPE,
     LaneForward,
     freeze,
 )
@@ -26,6 +23,7 @@ from pagedec.core.marks import RowMarks
 from pagedec.core.plan import AskSlice
 from pagedec.core.protocol import Ask, Best, Query, Roll, RowBest, Sample, Sampler, TopK
 from pagedec.core.ranking import Ranking
+from pagedec.core.rolling import Rolls
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.fields import MAX_UINT64
@@ -44,8 +42,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_adapters", "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_ends", "_roll_slots", "_rolls",
-        "_starts", "_tables", "_tokens", "_topk", "_topk_k", "_verified", "pool",
+        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_starts", "_tables", "_tokens", "_topk",
+        "_topk_k", "_verified", "pool", "rolls",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool) -> None:
@@ -67,9 +65,7 @@ class LaneBuilder:
         self._logprobs: list[tuple[int, int]] = []
         self._banned: list[tuple[int, tuple[int, ...]]] = []
         self._ranking: Ranking | None = None
-        self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
-        self._roll_slots: list[int] = []
-        self._roll_ends = [0]
+        self.rolls = Rolls()
         self._verified: list[tuple[int, int]] = []  # draw, place of the rolled token
         self._marks: RowMarks | None = None
 
@@ -270,15 +266,10 @@ class LaneBuilder:
         rolls."""
         draw = np.frombuffer(bytearray(draw_record(roll.sampler, roll.stream)), DRAW_DTYPE)
         draw["row"], draw["position"] = root_row, length
-        self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id, roll.rejects, 0])
-        self._roll_ends.append(self._roll_ends[-1] + roll.count)
-        self._roll_slots += [table.slot(length + i) for i in range(roll.count - 1)]
-        return len(self._rolls) - 1
-
-    def use_roll(self, roll: int, target_row: int) -> range:
-        """Have the rolled tokens put into the target forward from `target_row` on; their places among all rolled."""
-        self._rolls[roll][3] = target_row
-        return range(self._roll_ends[roll], self._roll_ends[roll + 1])
+        first, lag = length - table.pool.lag, table.pool.lag
+        slots = [table.slot(first + i) for i in range(roll.count - 1)]
+        record = [draw[0], len(self._tables) - 1, roll.count, -1, max(0, prompt_length - lag), rule_id, roll.rejects, 0]
+        return self.rolls.add(record, roll.count, slots)
 
     def verify(self, first_draw: int, rolled: range) -> None:
         """Have the draws from `first_draw` on verify, by rejection, the tokens at these places among all rolled."""
@@ -334,8 +325,9 @@ class LaneBuilder:
             banned_rows=banned[0],
             banned_tokens=banned[1],
             masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
-            rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
-            roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
+            rolls=self.rolls.records(),
+            roll_slots=self.rolls.slots(),
+            feature_slots=self.rolls.feature_slots(),
             verified_draws=verified[0],
             verified_tokens=verified[1],
             processing=None if self._marks is None else self._marks.processing(),

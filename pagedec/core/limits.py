@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pagedec.core.block import BlockPool
 from pagedec.core.protocol import Decoder
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument, Shown
@@ -40,6 +41,10 @@ class SchedulerLimits:
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
     """Token ids that a lane's model knows; of a lane that is not named, `vocab_size`."""
 
+    lags: Mapping[str, int] = field(default_factory=dict)
+    """How far a lane's slots lag behind the tokens that they are made of; of a lane that is not named, 0. Where they
+    do, its rows read features of the target's."""
+
     def __post_init__(self) -> None:
         if "target" not in self.num_blocks:
             raise InvalidArgument("num_blocks", dict(self.num_blocks), 'must name the lane "target"')
@@ -53,6 +58,9 @@ class SchedulerLimits:
             for lane, value in getattr(self, name).items():
                 if value < 1:
                     raise InvalidArgument(f"{name}[{lane!r}]", value, "must be at least 1")
+        for lane, lag in self.lags.items():
+            if lane == "target" or not 0 <= lag <= 1:
+                raise InvalidArgument(f"lags[{lane!r}]", lag, "must be 0 or 1, and of another lane than the target")
         if self.num_offload_blocks and not self.enable_prefix_caching:
             limit = "must be 0 without enable_prefix_caching: nothing would be found"
             raise InvalidArgument("num_offload_blocks", self.num_offload_blocks, limit)
@@ -72,6 +80,13 @@ class SchedulerLimits:
     def chunk(self) -> int:
         """The most pending tokens of one branch in one step."""
         return self.max_num_batched_tokens if self.max_chunk is None else self.max_chunk
+
+
+def make_pool(limits: SchedulerLimits, lane: str) -> BlockPool:
+    """The blocks of a lane."""
+    num_blocks, kept = limits.num_blocks[lane], limits.num_offload_blocks if lane == "target" else 0
+    lag = limits.lags.get(lane, 0)
+    return BlockPool(lane, num_blocks, limits.block_size, limits.max_blocks_per_table, kept, lag)
 
 
 def check_prompt(limits: SchedulerLimits, prompt: Sequence[int], stopping: Stopping, limit: int | None) -> int:

@@ -82,7 +82,7 @@ class Parking:
         tables, held.tables = held.tables, {}
         self.remove(held)
         for lane, table in parked.tables.items():
-            table.truncate(0 if lane in tables else min(table.length, common))
+            table.keep(0 if lane in tables else common)
         parked.place, parked.tables = held.place, {**parked.tables, **tables}
         self.add(parked)
 
@@ -130,11 +130,10 @@ class Call:
         for branch in request.branches:
             for lane, table in branch.tables.items():
                 own = self.parked.tables.get(lane)
-                length = 0 if own is None else min(own.length, branch.prompt_length)
-                if own is not None and table.length < length:
+                if own is not None and table.length < own.num_valid(branch.prompt_length):
                     table.release()
                     branch.tables[lane] = own.fork()
-                    branch.tables[lane].truncate(length)
+                    branch.tables[lane].keep(branch.prompt_length)
         self._parking.touch(self.parked)
 
     def hold(self, request: Request, hypotheses: Sequence[Hypothesis]) -> None:
@@ -153,7 +152,7 @@ class Call:
             tables: dict[str, BlockTable] = {}
             for lane, table in ({} if branch is None else branch.tables).items():
                 tables[lane] = table.fork()
-                tables[lane].truncate(min(table.length, length))
+                tables[lane].keep(length)
             place = history, history.append(hypothesis.tip, hypothesis.tokens)
             held = Parked(place, tables, self.parked.priority)
             self._parking.add(held)
@@ -166,10 +165,10 @@ class Call:
             return
         for lane, table in branch.tables.items():
             own = parked.tables.get(lane)
-            if own is not None and own.length < min(table.length, parked.length):
+            if own is not None and own.length < table.num_valid(parked.length):
                 own.release()
                 parked.tables[lane] = table.fork()
-                parked.tables[lane].truncate(parked.length)
+                parked.tables[lane].keep(parked.length)
         self._parking.touch(parked)
 
     def end(self, kept: Sequence[Hypothesis] = ()) -> list[Parked]:

@@ -134,7 +134,7 @@ class Rows:
             work.roll = roll
             self.mark(work, read)
         if isinstance(draft, Roll):
-            rolled = self.builders["draft"].use_roll(roll, root + 1)
+            rolled = self.builders["draft"].rolls.use(roll, root + 1)
             if draft.rejects and query is not None:
                 sampled = next(own for ask, own in zip(query.asks, work.asks, strict=True) if isinstance(ask, Sample))
                 target.verify(sampled.first, rolled)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pagedec.core.adapter_places import AdapterPlaces
 from pagedec.core.ahead import foresee, unforeseen, written_by
 from pagedec.core.archive import Archive
-from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
 from pagedec.core.conclusion import conclusion, ending
 from pagedec.core.constraint import Constraint
@@ -20,7 +19,7 @@ from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
-from pagedec.core.limits import SchedulerLimits, check_prompt, check_width
+from pagedec.core.limits import SchedulerLimits, check_prompt, check_width, make_pool
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting, Reports
 from pagedec.core.parked import Call, Parking
@@ -41,11 +40,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        offload = {"target": limits.num_offload_blocks}
-        self.pools = {
-            lane: BlockPool(lane, num, limits.block_size, limits.max_blocks_per_table, offload.get(lane, 0))
-            for lane, num in limits.num_blocks.items()
-        }
+        self.pools = {lane: make_pool(limits, lane) for lane in limits.num_blocks}
         self.parking = Parking(self.pools)
         self.adapters = AdapterPlaces(limits.num_adapter_places)
         self.requests: list[Request] = []  # in the order in which they run

@@ -47,6 +47,12 @@ class BlockTable:
         number, offset = divmod(index, pool.block_size)
         return pool.row_view[self.row * pool.width + number] * pool.block_size + offset
 
+    def slots(self, start: int, count: int) -> np.ndarray:
+        """Those of `count` tokens from `start` on: int32 [count]."""
+        pool = self.pool
+        index = np.arange(start, start + count, dtype=np.int32)
+        return pool.rows[self.row].take(index // pool.block_size) * pool.block_size + index % pool.block_size
+
     def blocks(self) -> list[int]:
         """All blocks in order."""
         first = self.row * self.pool.width
@@ -101,6 +107,14 @@ class BlockTable:
         needed = -(-(self.length + len(tail)) // size)
         if needed < self.num_blocks:
             self._pop(self.num_blocks - needed)
+
+    def num_valid(self, num_tokens: int) -> int:
+        """How many of its valid slots are of a text's first tokens alone."""
+        return max(0, min(self.length, num_tokens - self.pool.lag))
+
+    def keep(self, num_tokens: int) -> None:
+        """Keep what is valid of a text's first tokens, and no tail."""
+        self.truncate(self.num_valid(num_tokens))
 
     def release(self) -> None:
         """Give back everything."""

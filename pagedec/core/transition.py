@@ -142,7 +142,7 @@ def _settle_tables(history: History, branch: Branch, child: Child, copies: Mappi
     """Make the tables say what of the branch's tokens is cached. Never fails: what finds no block is recomputed."""
     for lane, table in branch.tables.items():
         if child.keep is not None:
-            table.truncate(child.keep)
+            table.keep(child.keep)
         elif lane == "target":
             compact_path(table, child.path, copies[lane])
             table.truncate(table.length)

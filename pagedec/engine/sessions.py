@@ -110,7 +110,7 @@ class Sessions:
         branch.epoch += 1
         branch.num_given = min(branch.num_given, length)
         for table in branch.tables.values():
-            table.truncate(min(table.length, length))
+            table.keep(length)
         self._parking.touch(branch)
         self._used(owner)
 

@@ -18,7 +18,7 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.masking import StepMasks
 from pagedec.core.plan import StepPlan
-from pagedec.core.request import Event, Failed
+from pagedec.core.request import Event, Failed, Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.wire import pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
 from pagedec.errors import RequestError
@@ -101,7 +101,7 @@ class FakeRunner:
     def __init__(
         self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules, adapted: Mapping[int, Model] = NOBODYS
     ) -> None:
-        self.models, self.block_size = models, limits.block_size
+        self.models, self.block_size, self.lags = models, limits.block_size, limits.lags
         self.adapted = {0: models["target"], **adapted}
         self.places: list[int | None] = [None] * limits.num_adapter_places
         self.num_loads = 0
@@ -133,6 +133,7 @@ class FakeRunner:
         rolled: list[int] = []
         for lane, forward in forwards.items():
             self._copy(lane, forward)
+        for lane, forward in forwards.items():
             if lane == "target" and rolled:
                 forward = with_rolled(forward, forwards["draft"], np.array(rolled, np.int32))
             self._write(lane, forward)
@@ -217,11 +218,22 @@ class FakeRunner:
         for branch, work in enumerate(works):
             last = max(1, work.num_tokens) - 1
             tokens = self.seen(lane, forward, branch, last)
-            assert tokens == work.request.history.tokens(work.branch.tip)[: len(tokens)], "history slip"
+            text, lag = work.request.history.tokens(work.branch.tip), self.lags.get(lane, 0)
+            assert tokens == text[lag : lag + len(tokens)], "history slip"
             assert len(tokens) == work.start + work.num_tokens
             rows = range(forward.row_indptr[branch], forward.row_indptr[branch + 1])
             own = work.request.adapter if lane == "target" else 0
             assert {self.adapter_of(forward, row) for row in rows} == {own}, "rows of another adapter"
+            if lag:
+                self._check_features(forward, work.request, text, rows)
+
+    def _check_features(self, forward: LaneForward, request: Request, text: Sequence[int], rows: range) -> None:
+        """Each row of a lane that lags reads what the target has of the token before its own, from an earlier step."""
+        assert len(forward.feature_slots) == len(forward.token_ids)
+        for row in rows:
+            position = int(forward.positions[row])
+            read = self.kv["target"][forward.feature_slots[row]]
+            assert read == (text[position], position, request.adapter), "features of something else"
 
     def _masked(self, number: int, forward: LaneForward, rolled: list[int]) -> dict[int, list[int]]:
         """The tokens that the masks forbid, by row."""
@@ -304,18 +316,18 @@ class FakeRunner:
         """The first token comes from the branch's root row, each further one evaluates the token just drawn."""
         branch, draw, count = int(roll["branch"]), roll["draw"], int(roll["count"])
         seen = self.seen(lane, forward, branch, int(draw["row"] - forward.row_indptr[branch]))
-        assert draw["position"] == len(seen), "a roll's position is not the drawn token's index"
-        table, size = forward.block_table[branch], self.block_size
+        table, size, lag = forward.block_table[branch], self.block_size, self.lags.get(lane, 0)
         rules = NO_RULES if roll["rule_id"] < 0 else self.rules[int(roll["rule_id"])]
+        assert draw["position"] == len(seen) + lag, "a roll's position is not the drawn token's index"
         rolled: list[int] = []
         for i in range(count):
-            gumbel = noise(int(draw["seed"]), int(draw["stream"]), len(seen))
+            gumbel = noise(int(draw["seed"]), int(draw["stream"]), len(seen) + lag)
             scores = process(self.models[lane](seen), seen, int(roll["prompt_length"]), rules)
             rolled.append(pick(scores, draw["temperature"] == 0, gumbel))
             if i < count - 1:
                 slot = slots[i]
                 assert slot == table[len(seen) // size] * size + len(seen) % size, "a rolled token lies elsewhere"
-                self.kv[lane][slot] = (rolled[-1], len(seen), 0)
+                self.kv[lane][slot] = (rolled[-1], len(seen), -lag)  # a lag's are good for nothing behind the roll
                 seen.append(rolled[-1])
         return tuple(rolled)
 

@@ -106,7 +106,7 @@ def test_a_roll_reserves_rows_that_the_device_fills() -> None:
     row = draft.add(table, 2, [1, 2], 2)
     number = draft.roll(table, row, 4, roll)
     root = target.add(table_of(pool, 3, 4), 3, [2], 2, roll)
-    draft.use_roll(number, root + 1)
+    draft.rolls.use(number, root + 1)
     laid = draft.finish(CopyPlan(draft_pool))
     [plan] = laid.rolls
     assert (plan["branch"], plan["count"], plan["target_row"], plan["rule_id"]) == (0, 3, 1, -1)

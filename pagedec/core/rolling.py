@@ -1,0 +1,53 @@
+"""Chains that the draft lane rolls in one step, and the features of the target's that its rows read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pagedec.core.forward import NO_INTS, NO_ROLLS, ROLL_DTYPE
+from pagedec.core.table import BlockTable
+
+
+class Rolls:
+    """Collects chains in order. `add`'s results name them."""
+
+    __slots__ = ("_ends", "_records", "_slots", "_sources")
+
+    def __init__(self) -> None:
+        self._records: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
+        self._ends = [0]
+        self._slots: list[int] = []
+        self._sources: list[tuple[BlockTable, int, int]] = []
+
+    def add(self, record: list[Any], count: int, slots: list[int]) -> int:
+        """A chain of `count` tokens, of which all but the last are cached in `slots`."""
+        self._records.append(record)
+        self._ends.append(self._ends[-1] + count)
+        self._slots += slots
+        return len(self._records) - 1
+
+    def use(self, roll: int, target_row: int) -> range:
+        """Have the rolled tokens put into the target forward from `target_row` on; their places among all rolled."""
+        self._records[roll][3] = target_row
+        return range(self._ends[roll], self._ends[roll + 1])
+
+    def read_features(self, source: BlockTable, start: int, count: int) -> None:
+        """The next `count` rows of the lane read those of the tokens from `start` on, in the target's table."""
+        self._sources.append((source, start, count))
+
+    def records(self) -> np.ndarray:
+        """ROLL_DTYPE [num_rolls]."""
+        return np.array([tuple(roll) for roll in self._records], ROLL_DTYPE) if self._records else NO_ROLLS
+
+    def slots(self) -> np.ndarray:
+        """int32 [sum(count - 1)]."""
+        return np.array(self._slots, np.int32) if self._slots else NO_INTS
+
+    def feature_slots(self) -> np.ndarray:
+        """int32 [num_rows], of the target's pool, where the lane's rows read features; else none. When all tables are
+        as the step has them."""
+        if not self._sources:
+            return NO_INTS
+        return np.concatenate([source.slots(start, count) for source, start, count in self._sources])
