@@ -32,7 +32,7 @@ NEUTRAL: dict[str, Rule] = {
     "disable_padded_drafter_batch": Flag("drafts are not padded", optional=True),
 }
 """vLLM's fields that change nothing here."""
-ELSEWHERE = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+ELSEWHERE = ("eagle", "medusa", "mlp_speculator", "mtp")
 """vLLM's methods that there are not."""
 MOST = 1024
 """Of every number: far more than pays."""
@@ -159,6 +159,15 @@ class DraftModelSpeculation(Speculation):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Speculation(DraftModelSpeculation):
+    """EAGLE-3 (Li et al. 2025): a head of one layer, which the engine's `speculative_config` names, drafts from the
+    target's own residual stream at three of its layers."""
+
+    method = "eagle3"
+    defaults = {"num_speculative_tokens": (7, 4)}
+
+
 METHODS: dict[str, type[Speculation]] = {
     kind.method: kind
     for kind in (
@@ -167,6 +176,7 @@ METHODS: dict[str, type[Speculation]] = {
         LookaheadSpeculation,
         JacobiSpeculation,
         DraftModelSpeculation,
+        Eagle3Speculation,
     )  # fmt: skip
 }
 
@@ -247,7 +257,8 @@ class SpeculationTable(Rule):
             raise FeatureNotAvailable("method", method, limit)
         if not isinstance(method, str) or method not in METHODS:
             raise InvalidArgument("method", method, f"must be one of {', '.join(METHODS)}")
-        kind, of_model = METHODS[method], DRAFT_MODEL_FIELDS if method == DraftModelSpeculation.method else ()
+        kind = METHODS[method]
+        of_model = DRAFT_MODEL_FIELDS if issubclass(kind, DraftModelSpeculation) else ()
         known = ("method", *rules(kind), *(of_model if self.of_engine else ()), *NEUTRAL)
         if not self.of_engine:
             for name in (name for name in table if name in of_model):

@@ -4,6 +4,7 @@ from pagedec.decoders.beam import Beam
 from pagedec.decoders.beam_guesses import LookaheadBeam, NGramBeam
 from pagedec.decoders.beam_rolls import DraftModelBeam
 from pagedec.decoders.draft_model import DraftModel
+from pagedec.decoders.eagle3 import Eagle3, Eagle3Beam
 from pagedec.decoders.jacobi import Jacobi
 from pagedec.decoders.lookahead import Lookahead
 from pagedec.decoders.ngram import NGram
@@ -16,6 +17,8 @@ __all__ = [
     "Beam",
     "DraftModel",
     "DraftModelBeam",
+    "Eagle3",
+    "Eagle3Beam",
     "GivenText",
     "Jacobi",
     "Lookahead",

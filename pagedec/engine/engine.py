@@ -282,7 +282,7 @@ class Engine:
             return
         limits = self.scheduler.limits
         draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None
-        check_speculation(table, field, self.limits.max_model_len, draft_context)
+        check_speculation(table, field, self.limits.max_model_len, draft_context, self.speculative)
 
     def _conclude_overdue(self, now: float) -> list[Event]:
         """End the requests whose time is over, those that still wait too, with the answers that they have."""

@@ -36,14 +36,20 @@ def table_of(params: RequestParams) -> dict[str, Any] | None:
     return TABLE.check("speculative", said) if isinstance(said, dict) else None
 
 
-def check_speculation(table: dict[str, Any], field: str, max_model_len: int, draft_context: int | None) -> None:
+def check_speculation(
+    table: dict[str, Any], field: str, max_model_len: int, draft_context: int | None, own: dict[str, Any] | None
+) -> None:
     """Raise `InvalidArgument` for drafts that no context holds, or whose model there is not. `field`: what `table` is;
-    `draft_context`: the draft model's, None where there is none. That may be shorter than what nobody has said."""
+    `draft_context`: the draft model's, None where there is none, which may be shorter than what nobody has said; `own`:
+    the engine's table."""
     speculation = speculation_of(table)
     contexts = [(max_model_len, "the context", speculation.reach)]
     if isinstance(speculation, DraftModelSpeculation):
         if draft_context is None:
             limit = "needs a draft model: the engine's speculative_config must name one"
+            raise InvalidArgument(f"{field}.method", speculation.method, limit)
+        if own is not None and own["method"] != speculation.method:
+            limit = f"must be {own['method']}: what the engine's speculative_config names is for that"
             raise InvalidArgument(f"{field}.method", speculation.method, limit)
         said = {name: reach for name, reach in speculation.reach.items() if table.get(name) is not None}
         contexts.append((draft_context, "the draft model's context", said))

@@ -67,9 +67,12 @@ class LaneRunner:
         self.programs = self._plain = model.programs(self.buffers, cache, self.plans)
         if self.buffers.adapters is not None:  # where no row has one, none of their kernels is there
             self._plain = model.programs(self.buffers.without_adapters(), cache, self.plans)
+        self._chained = model.chained(self.buffers, cache, self.plans) or self.programs
         self._roller = None  # the draft lane has one; it is in one piece
         if self.backend.link is None:
-            self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
+            self._roller = self.backend.roller(
+                self._chained, self.buffers, self.plans, cache, self.num_drawn, debug, model.lag
+            )
         link = self.backend.link
         # ranks that exchange values in their devices' streams are through with a step when these are
         self._waits = link is not None and link.received is not None
@@ -117,11 +120,12 @@ class LaneRunner:
         masks: Callable[[], Masks] | None = None,
         drafted: Drafted | None = None,
         keep: Callable[[torch.Tensor, int], None] | None = None,
+        chains: np.ndarray | None = None,
     ) -> LaneAnswers:
         """Evaluate the rows and answer what is asked of them. `masks` is asked when the rows are on their way: between
         a program's run and what is read of its logits. `drafted` is what `verified_draws` verify. `keep` is shown the
-        logits of each piece that is read out, processed, and its first row's place."""
-        read_out, pieces = None, self.evaluate(forward)
+        logits of each piece that is read out, processed, and its first row's place. `chains`: as in `evaluate`."""
+        read_out, pieces = None, self.evaluate(forward, chains=chains)
         try:
             for logits, start in pieces:
                 self._restrict(logits)
@@ -170,9 +174,11 @@ class LaneRunner:
         if self.num_drawn < self._num_known:
             self.backend.restrict(logits, num_drawn=self.num_drawn)
 
-    def evaluate(self, forward: LaneForward, is_late: bool = False) -> Iterator[tuple[torch.Tensor, int]]:
+    def evaluate(
+        self, forward: LaneForward, is_late: bool = False, chains: np.ndarray | None = None
+    ) -> Iterator[tuple[torch.Tensor, int]]:
         """Evaluate the rows. Gives the logits of each piece that is to be read out, and its first row's place.
-        `is_late`: nobody waits for the device."""
+        `is_late`: nobody waits for the device; `chains`: the rolls that the rows go on with, each row one."""
         rows = forward.read_rows
         self.is_begun = self.is_through = not len(forward.token_ids)
         if self.is_through:
@@ -183,8 +189,11 @@ class LaneRunner:
             self._drawn.put(self.buffers.token_ids, awaited, -1 - forward.token_ids[awaited])
         for plan in self.plans:
             plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
-        own = self.buffers.adapters
+        own, features = self.buffers.adapters, self.buffers.features
         programs = self._plain if own is None or not own.is_used else self.programs
+        if features is not None:
+            programs = self.programs if chains is None else self._chained
+            features.load(forward.feature_slots, _beginnings(forward) if chains is None else chains)
         is_one = 0 < len(rows) <= READ_ROWS  # nearly always: one program, from token ids to logits
         if not is_one:
             programs.body.run()
@@ -224,8 +233,9 @@ class LaneRunner:
         for i in range(1, int(counts.max())):
             going = np.nonzero(counts > i)[0]
             slots = forward.roll_slots[first_slots[going] + (i - 1)]
-            step = _continued(forward, forward.rolls[going], tokens[firsts[going] + (i - 1)], slots, i)
-            tokens[firsts[going] + i] = self.execute(step, keep=self._keeper(rows[going], i)).draws
+            step = _continued(forward, forward.rolls[going], tokens[firsts[going] + (i - 1)], slots, i, self.model.lag)
+            keep = self._keeper(rows[going], i)
+            tokens[firsts[going] + i] = self.execute(step, keep=keep, chains=going.astype(np.int32)).draws
         return tokens
 
     def drafted(self, rolls: np.ndarray, rolled: np.ndarray, places: np.ndarray) -> Drafted:
@@ -266,11 +276,20 @@ def _beginning(forward: LaneForward) -> LaneForward:
     return replace(forward, read_rows=rows, draws=_draws(rolls, 0), processing=processing)
 
 
-def _continued(forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slots: np.ndarray, i: int) -> LaneForward:
+def _beginnings(forward: LaneForward) -> np.ndarray:
+    """For each row the chain that begins behind it, -1: none. int32 [num_rows]."""
+    chains = np.full(len(forward.token_ids), -1, np.int32)
+    chains[forward.rolls["draw"]["row"]] = np.arange(len(forward.rolls))
+    return chains
+
+
+def _continued(
+    forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slots: np.ndarray, i: int, lag: int
+) -> LaneForward:
     """One more row for each chain: its last token, in the slot reserved for it."""
     rows = np.arange(len(rolls), dtype=np.int32)
     draws = _draws(rolls, i)
-    kv_len = np.ascontiguousarray(draws["position"])
+    kv_len = draws["position"] - np.int32(lag)
     return LaneForward(
         lane=forward.lane,
         token_ids=tokens,

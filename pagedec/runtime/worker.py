@@ -89,7 +89,9 @@ class Worker:
         rolled, drafted = NO_INTS, None
         draft, target = step.forwards.get("draft"), step.forwards.get("target")
         if draft is not None:
-            runner = self.lanes["draft"]
+            runner, reads = self.lanes["draft"], len(draft.feature_slots) > 0
+            if reads:  # what the target's kernels have written, which are in no order with this lane's
+                self.lanes["target"].backend.wait()
             if len(draft.rolls):
                 rolled = self._roll(runner, draft, target is not None)
                 answers["draft"] = LaneAnswers(rolled=rolled)
@@ -99,6 +101,8 @@ class Worker:
                         drafted = runner.drafted(draft.rolls, rolled, target.verified_tokens)
             else:
                 answers["draft"] = runner.execute(draft)
+                if reads:
+                    runner.backend.wait()
         if target is not None:
             given = None if masks is None else partial(masks, rolled)
             answers["target"] = _with_problems(self._evaluate(target, given, drafted), not_loaded["target"])
