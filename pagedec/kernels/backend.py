@@ -80,7 +80,9 @@ class CacheTensors:
     in bytes (int8 or float8_e4m3fn): the same sizes with head_dim + 2 for head_dim; of each [kv_head] piece the first
           head_dim * block_size bytes are laid out as above (on a CUDA device each 16 of a head in an order of their
           own), then come bf16 scales [block_size];
-    tokens int32 [num_blocks * block_size].
+    tokens int32 [num_blocks * block_size];
+    features [num_blocks * block_size, feature_width] in the layers' dtype, what a draft head reads of every slot; None:
+          nothing does.
     """
 
     k: torch.Tensor
@@ -89,6 +91,7 @@ class CacheTensors:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    features: torch.Tensor | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -98,6 +101,12 @@ class CacheTensors:
     def kind(self) -> KvKind:
         """What an element is."""
         return KV_KINDS.get(self.k.dtype, KvKind.PLAIN)
+
+    @property
+    def sides(self) -> list[torch.Tensor]:
+        """All that a block has: views [num_layers or 1, num_blocks, ...]."""
+        slots = [self.tokens] if self.features is None else [self.tokens, self.features]
+        return [self.k, self.v, *(side.view(1, self.num_blocks, self.block_size, *side.shape[1:]) for side in slots)]
 
 
 INT8_QUANTIZATIONS = ("int8", "int8_weight_only")
@@ -206,7 +215,8 @@ class Backend(Protocol):
     def plan(self, shape: AttentionShape) -> Plan: ...
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
-        """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
+        """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, in the token plane and in
+        the features."""
 
     # ---- memory
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -228,10 +238,17 @@ class Backend(Protocol):
         """What does so for one tensor, step after step: what can be looked up is looked up once."""
 
     def cache(
-        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        feature_width: int = 0,
     ) -> CacheTensors:
-        """KV of one lane in the kernels' own layout, of the backend's kind, and a token plane in which nothing is.
-        Memory is taken as blocks are written, where the device can do that. Raises OSError or MemoryError."""
+        """KV of one lane in the kernels' own layout, of the backend's kind, a token plane in which nothing is, and
+        features of so many numbers a slot in the backend's dtype; 0: none. Memory is taken as blocks are written, where
+        the device can do that. Raises OSError or MemoryError."""
 
     def block_swap(self, cache: CacheTensors, num_places: int) -> BlockSwap:
         """What copies blocks to so many places of the host, and back. Raises MemoryError."""

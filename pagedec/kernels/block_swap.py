@@ -1,7 +1,9 @@
-"""Whole blocks on their way between a cache and tensors of the host: K and V of every layer, and token ids."""
+"""Whole blocks on their way between a cache and tensors of the host: K and V of every layer, token
+ids and features."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
 STAGED_BYTES = 16 << 20
 """Of a device's memory that blocks pass through: two pieces fit into what its context stages on the host."""
-Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""K and V [num_places, num_layers, ...] and tokens int32 [num_places, block_size] of the host, each contiguous."""
+Kept = Sequence[torch.Tensor]
+"""Of the host, for each of `CacheTensors.sides`: [num_places, num_layers or 1, ...], contiguous."""
 
 
 class BlockSwap(Protocol):
@@ -35,17 +37,17 @@ class HostBlockSwap:
     """Of a cache that the host can read and write."""
 
     def __init__(self, cache: CacheTensors) -> None:
-        self._sides = (cache.k, cache.v, cache.tokens.view(1, -1, cache.block_size))
+        self._sides = cache.sides
 
     def swap_out(self, blocks: np.ndarray, kept: Kept, places: np.ndarray) -> None:
         for own, side in zip(kept, self._sides, strict=True):
             for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-                own[place].view(side[:, block].shape).copy_(side[:, block])
+                own[place].copy_(side[:, block])
 
     def swap_in(self, blocks: np.ndarray, kept: Kept, places: np.ndarray) -> None:
         for own, side in zip(kept, self._sides, strict=True):
             for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-                side[:, block].copy_(own[place].view(side[:, block].shape))
+                side[:, block].copy_(own[place])
 
 
 class DeviceBlockSwap:
@@ -54,7 +56,7 @@ class DeviceBlockSwap:
 
     def __init__(self, backend: DeviceBackend, cache: CacheTensors, num_places: int) -> None:
         self._backend, self._num_blocks = backend, cache.num_blocks
-        sides = (cache.k, cache.v, cache.tokens.view(1, cache.num_blocks, cache.block_size))
+        sides = cache.sides
         # what lies there is copied as it is: four bytes at a time, of whatever dtype
         self._rows = [side.view(-1).view(torch.float32).view(len(side) * cache.num_blocks, -1) for side in sides]
         self._layers = [len(side) for side in sides]
@@ -85,7 +87,7 @@ class DeviceBlockSwap:
                 self._backend.copy_rows(here, np.arange(len(here), dtype=np.int32), rows, there)
 
     def _split(self, memory: torch.Tensor, num: int) -> list[torch.Tensor]:
-        """K, V and tokens of so many blocks, one behind the other: uint8 each."""
+        """All sides of so many blocks, one behind the other: uint8 each."""
         sizes = [num * layers * rows.shape[1] * 4 for rows, layers in zip(self._rows, self._layers, strict=True)]
         return list(memory.split(sizes))
 

@@ -159,24 +159,30 @@ class DeviceBackend(NativeBackend):
         return self._counts[rows.data_ptr()]  # the host knows what it has written
 
     def cache(
-        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        feature_width: int = 0,
     ) -> CacheTensors:
         width = head_dim if self.kv_kind == KvKind.PLAIN else head_dim + SCALE_BYTES
         shape = (num_layers, num_blocks, num_kv_heads, block_size, width)
         k, v = (self.zeros(shape, cache_dtype(self.dtype, self.kv_kind)) for _ in range(2))
         tokens = self.zeros((num_blocks * block_size,), torch.int32)
         self.memory.fill(tokens, 0xFF)  # -1: POISON_TOKEN
-        return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
+        features = self.zeros((num_blocks * block_size, feature_width), self.dtype) if feature_width else None
+        return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size, features)
 
     def block_swap(self, cache: CacheTensors, num_places: int) -> BlockSwap:
         return DeviceBlockSwap(self, cache, num_places)
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         for block in blocks.tolist():
-            for layer in range(len(cache.k)):
-                self.memory.fill(cache.k[layer, block], 0xFF)  # NaN in every dtype, and as a scale
-                self.memory.fill(cache.v[layer, block], 0xFF)
-            self.memory.fill(cache.tokens[block * cache.block_size : (block + 1) * cache.block_size], 0xFF)
+            for side in cache.sides:
+                for layer in side:
+                    self.memory.fill(layer[block], 0xFF)  # NaN in every dtype and as a scale, -1 as a token
 
     def drawn_tokens(self) -> DeviceDrawn:
         return DeviceDrawn(self)

@@ -94,7 +94,7 @@ class ReferenceBackend(HostBackend):
         return ReferencePlan(shape)
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
-        reference.kv_copy(cache.k, cache.v, torch.tensor(src), torch.tensor(dst), cache.tokens)
+        reference.kv_copy(cache.k, cache.v, torch.tensor(src), torch.tensor(dst), cache.tokens, cache.features)
 
     def process_logits(
         self,

@@ -140,6 +140,29 @@ class ReferenceProgram:
 
         self._kernels.append(run)
 
+    def copy_rows(
+        self,
+        rows: torch.Tensor,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        src_rows: torch.Tensor | None = None,
+        dst_rows: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        def run() -> None:
+            n = int(rows)
+            own, to = (None if ids is None else ids[:n] for ids in (src_rows, dst_rows))
+            reference.copy_rows(src[:n] if own is None else src, dst, own, to, scale)
+
+        self._kernels.append(run)
+
+    def spread_logits(self, rows: torch.Tensor, src: torch.Tensor, places: torch.Tensor, dst: torch.Tensor) -> None:
+        def run() -> None:
+            n = int(rows)
+            dst[:n] = reference.spread_logits(src[:n], places)
+
+        self._kernels.append(run)
+
     def linear(
         self,
         rows: torch.Tensor,

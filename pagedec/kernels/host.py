@@ -60,21 +60,27 @@ class HostBackend(Backend):
         return write
 
     def cache(
-        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        feature_width: int = 0,
     ) -> CacheTensors:
         shapes = cache_shapes(num_blocks, num_kv_heads, head_dim, block_size, self.dtype, self.kv_kind)
         k, v = (zeros((num_layers, *shape), cache_dtype(self.dtype, self.kv_kind)) for shape in shapes)
         tokens = torch.full((num_blocks * block_size,), POISON_TOKEN, dtype=torch.int32)
-        return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
+        features = zeros((num_blocks * block_size, feature_width), self.dtype) if feature_width else None
+        return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size, features)
 
     def block_swap(self, cache: CacheTensors, num_places: int) -> BlockSwap:
         return HostBlockSwap(cache)
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         for block in blocks.tolist():
-            as_bytes(cache.k)[:, block] = 0xFF  # NaN in every dtype, and as a scale
-            as_bytes(cache.v)[:, block] = 0xFF
-            cache.tokens[block * cache.block_size : (block + 1) * cache.block_size] = POISON_TOKEN
+            for side in cache.sides:
+                as_bytes(side[:, block]).fill_(0xFF)  # NaN in every dtype and as a scale, -1 as a token
 
     def rules(self, rules: LogitsRules, vocab_size: int) -> FlatRules:
         return flatten(rules, vocab_size)

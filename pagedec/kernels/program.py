@@ -66,6 +66,24 @@ class Program(Protocol):
     def soft_cap(self, rows: torch.Tensor, x: torch.Tensor, cap: float) -> None:
         """x fp32 [rows, n] becomes cap * tanh(x / cap)."""
 
+    def copy_rows(
+        self,
+        rows: torch.Tensor,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        src_rows: torch.Tensor | None = None,
+        dst_rows: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """dst[dst_rows[r]] = src[src_rows[r]] * scale, in fp32 and rounded to dst's dtype; of one dtype and with scale
+        1 the bits as they are. src and dst [*, width] of float32, bfloat16 or float16, two arrays or columns of wider
+        ones; src_rows and dst_rows int32 [rows], None: r itself. A row whose dst_rows is -1 is left out, and none of
+        dst is named twice."""
+
+    def spread_logits(self, rows: torch.Tensor, src: torch.Tensor, places: torch.Tensor, dst: torch.Tensor) -> None:
+        """dst fp32 [rows, vocab] = src[:, places], and -inf where places int32 [vocab] is -1: logits of a head that
+        knows some tokens, fp32 [rows, draft_vocab], as those of the whole vocabulary."""
+
     def linear(
         self, rows: torch.Tensor, x: torch.Tensor, weight: Any, y: torch.Tensor, epilogue: Epilogue = Epilogue.STORE
     ) -> None: ...

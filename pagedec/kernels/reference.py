@@ -86,6 +86,24 @@ def soft_cap(x: Tensor, cap: float, *, compute_dtype: torch.dtype = torch.float3
     return (cap * torch.tanh(x.to(compute_dtype) / cap)).to(x.dtype)
 
 
+def copy_rows(
+    src: Tensor, dst: Tensor, src_rows: Tensor | None = None, dst_rows: Tensor | None = None, scale: float = 1.0
+) -> None:
+    """Put src[src_rows] * scale at dst[dst_rows] where that is not -1, in dst's dtype; None: all rows in order."""
+    if dst_rows is None:
+        sources, places = src_rows, torch.arange(len(src if src_rows is None else src_rows))
+    else:
+        kept = torch.nonzero(dst_rows >= 0).flatten()
+        sources, places = kept if src_rows is None else src_rows[kept], dst_rows[kept]
+    rows = src if sources is None else src[sources.long()]
+    dst[places.long()] = (rows if scale == 1.0 else rows.float() * scale).to(dst.dtype)
+
+
+def spread_logits(src: Tensor, places: Tensor) -> Tensor:
+    """Return src[:, places], -inf where a place is negative."""
+    return torch.where(places >= 0, src[:, places.clamp(min=0).long()], -torch.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class RopeShape:
     """What a kind of layer fixes for rope_kv_write."""
@@ -143,12 +161,20 @@ def rope_kv_write(
     return prepare(q, q_norm).to(qkv.dtype).flatten(1)
 
 
-def kv_copy(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None) -> None:
+def kv_copy(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    token_plane: Tensor | None = None,
+    features: Tensor | None = None,
+) -> None:
     """Move slots in list order in every layer; caches as above with a leading dimension of layers."""
     copy_slots(k_cache, v_cache, src, dst)
-    if token_plane is not None:
-        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
-            token_plane[target] = token_plane[source]
+    for plane in (token_plane, features):
+        if plane is not None:
+            for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+                plane[target] = plane[source]
 
 
 def add_parts(parts: Tensor) -> Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import Backend, CacheTensors
 
 
 class OffloadedBlocks:
-    """Places of one block each: K and V of every layer, and the token ids. Memory is taken as places are used. Raises
-    OSError or MemoryError where the address space, or a device, has no room."""
+    """Places of one block each: K and V of every layer, token ids and features. Memory is taken as places are used.
+    Raises OSError or MemoryError where the address space, or a device, has no room."""
 
     def __init__(self, cache: CacheTensors, num_places: int, backend: Backend) -> None:
-        k, v = (zeros((num_places, len(plane), *plane.shape[2:]), plane.dtype) for plane in (cache.k, cache.v))
-        self._kept = k, v, zeros((num_places, cache.block_size), torch.int32)
+        self._kept = [zeros((num_places, len(side), *side.shape[2:]), side.dtype) for side in cache.sides]
         self._swap = backend.block_swap(cache, num_places)
 
     def move(self, blocks: np.ndarray, places: np.ndarray) -> None:
