@@ -33,8 +33,12 @@ int check_kv_copy(const pd_kv_copy_args &a) {
       check_pointer(name, "v_cache", a.v_cache) || check_optional(name, "token_plane", a.token_plane) ||
       check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind) ||
       check_range(name, "num_layers", a.num_layers, 1, 65536) ||
-      check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
+      check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX) ||
+      check_optional(name, "features", a.features) ||
+      (a.features && check_range(name, "feature_bytes", a.feature_bytes, 4, INT32_MAX)))
     return -1;
+  if (a.features && a.feature_bytes % 4)
+    return fail("%s: feature_bytes is %d; it must be a multiple of 4", name, a.feature_bytes);
   if (a.kv_kind != PD_KV_PLAIN && a.layer_stride % 2)  // scales have two bytes
     return fail("%s: layer_stride is %lld; of bytes it must be even", name, (long long)a.layer_stride);
   if (!kReadsRecords) return 0;

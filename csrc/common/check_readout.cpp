@@ -7,6 +7,7 @@ namespace pagedec {
 namespace {
 
 constexpr int64_t kMostTokens = INT32_MAX - 64;  // of a vocabulary
+constexpr int64_t kMostStride = INT32_MAX;       // from row to row: no place overflows
 
 // What `field`[i] says of a draw.
 int check_draw(const char *name, const char *field, int32_t i, const pd_draw &d) {
@@ -81,12 +82,30 @@ int check_restrict_logits(const pd_restrict_logits_args &a) {
 int check_copy_rows(const pd_copy_rows_args &a) {
   const char *name = "pd_copy_rows";
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "src", a.src, a.num_rows) ||
-      check_array(name, "dst", a.dst, a.num_rows) || check_array(name, "src_rows", a.src_rows, a.num_rows) ||
-      check_array(name, "dst_rows", a.dst_rows, a.num_rows) || check_range(name, "width", a.width, 1, INT32_MAX))
+      check_array(name, "dst", a.dst, a.num_rows) || check_optional(name, "src_rows", a.src_rows) ||
+      check_optional(name, "dst_rows", a.dst_rows) || check_range(name, "width", a.width, 1, INT32_MAX) ||
+      check_range(name, "src_stride", a.src_stride, a.width, kMostStride) ||
+      check_range(name, "dst_stride", a.dst_stride, a.width, kMostStride) ||
+      check_dtype(name, a.src_dtype, "src_dtype") || check_dtype(name, a.dst_dtype, "dst_dtype"))
     return -1;
   if (a.src && a.src == a.dst) return fail("%s: dst is src; they must be two arrays", name);
-  if (check_each(name, "src_rows", a.src_rows, a.num_rows, 0, INT32_MAX)) return -1;
-  return check_each(name, "dst_rows", a.dst_rows, a.num_rows, 0, INT32_MAX);
+  if (!std::isfinite(a.scale)) return fail("%s: scale is %g; it must be finite", name, (double)a.scale);
+  if (a.dst_rows && check_each(name, "dst_rows", a.dst_rows, a.num_rows, -1, INT32_MAX)) return -1;
+  for (int32_t i = 0; kReadsRecords && a.src_rows && i < *a.num_rows; i++)
+    if (a.src_rows[i] < 0 && !(a.dst_rows && a.dst_rows[i] < 0))
+      return fail("%s: src_rows[%d] is %d; it must be 0 to %d", name, i, a.src_rows[i], INT32_MAX);
+  return 0;
+}
+
+int check_spread_logits(const pd_spread_logits_args &a) {
+  const char *name = "pd_spread_logits";
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "src", a.src, a.num_rows) ||
+      check_array(name, "dst", a.dst, a.num_rows) || check_pointer(name, "places", a.places) ||
+      check_range(name, "vocab", a.vocab, 1, kMostTokens) ||
+      check_range(name, "draft_vocab", a.draft_vocab, 1, kMostTokens))
+    return -1;
+  if (a.src && a.src == a.dst) return fail("%s: dst is src; they must be two arrays", name);
+  return check_each(name, "places", a.places, &a.vocab, -1, (int64_t)a.draft_vocab - 1);
 }
 
 int check_pick_logits(const pd_pick_logits_args &a) {

@@ -43,7 +43,8 @@ int check(const pd_op &op) {
     case PD_OP_EXPERTS: return check_experts(*(const pd_experts_args *)op.args);
     case PD_OP_COMBINE: return check_combine(*(const pd_combine_args *)op.args);
     case PD_OP_LORA: return check_lora(*(const pd_lora_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_LORA);
+    case PD_OP_SPREAD_LOGITS: return check_spread_logits(*(const pd_spread_logits_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_SPREAD_LOGITS);
   }
 }
 
@@ -72,6 +73,7 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_EXPERTS: return experts_part(c, *(const pd_experts_args *)op.args, t, n);
     case PD_OP_COMBINE: return combine_part(*(const pd_combine_args *)op.args, t, n);
     case PD_OP_LORA: return lora_part(*(const pd_lora_args *)op.args, t, n);
+    case PD_OP_SPREAD_LOGITS: return spread_logits_part(*(const pd_spread_logits_args *)op.args, t, n);
     case PD_OP_MEET: return;  // pd_run's own
     case PD_OP_ALL_GATHER:
     case PD_OP_GATHER: return;  // which no check lets through
@@ -241,4 +243,5 @@ int pd_route(pd_context *c, const pd_route_args *a) { return single(c, PD_OP_ROU
 int pd_experts(pd_context *c, const pd_experts_args *a) { return single(c, PD_OP_EXPERTS, a); }
 int pd_combine(pd_context *c, const pd_combine_args *a) { return single(c, PD_OP_COMBINE, a); }
 int pd_lora(pd_context *c, const pd_lora_args *a) { return single(c, PD_OP_LORA, a); }
+int pd_spread_logits(pd_context *c, const pd_spread_logits_args *a) { return single(c, PD_OP_SPREAD_LOGITS, a); }
 }

@@ -55,7 +55,7 @@ class Roller {
     r.indptr.assign(1, 0);
     for (int32_t c = 0; c < a_.num_chains; c++) {
       if (a_.chains[c].count <= i) continue;
-      const int32_t position = a_.draws[c].position + i - 1;
+      const int32_t position = a_.draws[c].position + i - 1 - a_.lag;
       r.token_ids.push_back(a_.tokens[first_[c] + i - 1]);
       r.positions.push_back(position);
       r.slots.push_back(a_.chain_slots[first_slot_[c] + i - 1]);
@@ -65,7 +65,8 @@ class Roller {
     }
     const int32_t n = (int32_t)r.chains.size();
     if (write(a_.num_rows, &n, 1) || write(a_.token_ids, r.token_ids.data(), n) ||
-        write(a_.positions, r.positions.data(), n) || write(a_.slots, r.slots.data(), n))
+        write(a_.positions, r.positions.data(), n) || write(a_.slots, r.slots.data(), n) ||
+        (a_.chain_ids && write(a_.chain_ids, r.chains.data(), n)))
       return -1;
     const pd_attn_batch batch{n,       n,         r.indptr.data(), r.kv_len.data(), r.table.data(),
                               nullptr, a_.table_stride, 1,         nullptr};
@@ -146,7 +147,9 @@ class Roller {
     }
     const int32_t count = (int32_t)r.src_rows.size();
     if (count == 0) return 0;
-    pd_copy_rows_args copy{nullptr, a_.logits, a_.kept, nullptr, nullptr, a_.vocab, 0};
+    pd_copy_rows_args copy{};
+    copy.src = a_.logits, copy.dst = a_.kept, copy.scale = 1.0f;
+    copy.width = a_.vocab, copy.src_stride = copy.dst_stride = a_.vocab, copy.src_dtype = copy.dst_dtype = PD_F32;
     const HostArray given[] = {array(&count, 1, copy.num_rows), array(r.src_rows, copy.src_rows),
                                array(r.dst_rows, copy.dst_rows)};
     if (carry(context_, given, 3)) return -1;
@@ -199,9 +202,9 @@ int check_chain(const pd_roll_args &a, int32_t c) {
   if (chain.branch < 0) return bad("branch", chain.branch, "0 or more");
   if (chain.rules >= a.num_rules) return bad("rules", chain.rules, "below num_rules");
   if (chain.kept_row >= 0 && !a.kept) return bad("kept_row", chain.kept_row, "-1 where kept is NULL");
-  if (a.draws[c].position < 1) return fail("%s: draws[%d].position is %d; it must be 1 or more", name, c,
-                                           a.draws[c].position);
-  return 0;
+  const int32_t least = std::max(1, a.lag);
+  if (a.draws[c].position >= least) return 0;
+  return fail("%s: draws[%d].position is %d; it must be %d or more", name, c, a.draws[c].position, least);
 }
 
 int check_roll(const pd_roll_args &a) {
@@ -215,7 +218,8 @@ int check_roll(const pd_roll_args &a) {
     if (check_pointer(name, field, pointer)) return -1;
   if (check_range(name, "num_chains", a.num_chains, 0, a.max_rows) || check_range(name, "room", a.room, 1, INT32_MAX) ||
       check_range(name, "vocab", a.vocab, 1, INT32_MAX) || check_range(name, "num_drawn", a.num_drawn, 1, a.vocab) ||
-      check_range(name, "block_size", a.block_size, 1, 65536))
+      check_range(name, "block_size", a.block_size, 1, 65536) || check_range(name, "lag", a.lag, 0, INT32_MAX) ||
+      check_optional(name, "chain_ids", a.chain_ids))
     return -1;
   for (int32_t c = 0; c < a.num_chains; c++)
     if (check_chain(a, c)) return -1;

@@ -1,4 +1,6 @@
-// Slot moves in list order. A thread owns whole (layer, head) pairs, so that the order holds without a barrier.
+// Slot moves in list order. A thread owns whole (layer, head) pairs, and the same part of each slot's features, so that
+// the order holds without a barrier.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -111,6 +113,17 @@ void copy_moves(const pd_kv_copy_args &a, const CacheShape &shape, int thread, i
   }
 }
 
+void copy_features(const pd_kv_copy_args &a, int thread, int num_threads) {
+  const int64_t lines = (a.feature_bytes + 63) / 64;
+  const int64_t begin = lines * thread / num_threads * 64;
+  const int64_t end = std::min<int64_t>(lines * (thread + 1) / num_threads * 64, a.feature_bytes);
+  char *const features = (char *)a.features + begin;
+  for (int32_t i = 0; begin < end && i < *a.num_moves; i++)
+    if (a.src[i] != a.dst[i])
+      memcpy(features + a.dst[i] * (int64_t)a.feature_bytes, features + a.src[i] * (int64_t)a.feature_bytes,
+             end - begin);
+}
+
 }  // namespace
 
 void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
@@ -120,6 +133,7 @@ void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
   const auto copy = shape.paired ? (shape.scale ? copy_moves<uint16_t, true> : copy_moves<uint32_t, true>)
                                  : (shape.scale ? copy_moves<uint8_t, false> : copy_moves<uint32_t, false>);
   copy(a, shape, thread, num_threads);
+  if (a.features) copy_features(a, thread, num_threads);
 }
 
 }  // namespace pagedec

@@ -135,13 +135,19 @@ PD_DEVICE void each_moves(const pd_kv_copy_args &a, const Visit &visit) {
 }
 
 // A block has whole (layer, head) pairs, and a thread the same numbers of all moves: they keep their order without
-// waiting for others. Of bytes two at a time, since heads and scales begin at even places; the last is the scale.
+// waiting for others. Of bytes two at a time, since heads and scales begin at even places; the last is the scale. Of
+// features four bytes at a time, each by one thread of all.
 template <class E, bool kBytes>
 PD_KERNEL(kThreads) kv_copy_kernel(pd_kv_copy_args a) {
   const int64_t stride = kBytes ? a.layer_stride / 2 : a.layer_stride;
   const int units = a.num_layers * a.kv_heads, width = kBytes ? a.head_dim / 2 + 1 : a.head_dim;
   if (block_index() == 0 && thread_index() == 0 && a.token_plane)
     each_moves(a, [&](const Moves &moves) { moves.carry_out(a.token_plane, [](int32_t slot) { return slot; }); });
+  const int64_t words = a.features ? a.feature_bytes / 4 : 0, step = (int64_t)num_grid_blocks() * kThreads;
+  for (int64_t d = (int64_t)block_index() * kThreads + thread_index(); d < words; d += step)
+    each_moves(a, [&](const Moves &moves) {
+      moves.carry_out((uint32_t *)a.features, [&](int32_t slot) { return slot * words + d; });
+    });
   for (int u = block_index(); u < units; u += num_grid_blocks()) {
     E *k = (E *)a.k_cache + u / a.kv_heads * stride, *v = (E *)a.v_cache + u / a.kv_heads * stride;
     each_moves(a, [&](const Moves &moves) {

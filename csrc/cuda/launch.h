@@ -62,6 +62,7 @@ int reserve_attention(pd_context &, const pd_attention_args &);  // the memory t
 int enqueue_soft_cap(pd_context &, const pd_soft_cap_args &);
 int enqueue_restrict_logits(pd_context &, const pd_restrict_logits_args &);
 int enqueue_copy_rows(pd_context &, const pd_copy_rows_args &);
+int enqueue_spread_logits(pd_context &, const pd_spread_logits_args &);
 int enqueue_pick_logits(pd_context &, const pd_pick_logits_args &);
 int enqueue_argmax(pd_context &, const pd_argmax_args &);
 int enqueue_process_logits(pd_context &, const pd_process_logits_args &);

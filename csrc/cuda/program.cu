@@ -49,8 +49,9 @@ int one(pd_context &c, const pd_op &op, bool runs) {
     case PD_OP_EXPERTS: return runs ? put(c, op, enqueue_experts) : checked(op, check_experts);
     case PD_OP_COMBINE: return runs ? put(c, op, enqueue_combine) : checked(op, check_combine);
     case PD_OP_LORA: return runs ? put(c, op, enqueue_lora) : checked(op, check_lora);
+    case PD_OP_SPREAD_LOGITS: return runs ? put(c, op, enqueue_spread_logits) : checked(op, check_spread_logits);
   }
-  return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_LORA);
+  return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_SPREAD_LOGITS);
 }
 
 int single(pd_context *context, pd_op_kind kind, const void *args) {
@@ -108,4 +109,5 @@ int pd_route(pd_context *c, const pd_route_args *a) { return single(c, PD_OP_ROU
 int pd_experts(pd_context *c, const pd_experts_args *a) { return single(c, PD_OP_EXPERTS, a); }
 int pd_combine(pd_context *c, const pd_combine_args *a) { return single(c, PD_OP_COMBINE, a); }
 int pd_lora(pd_context *c, const pd_lora_args *a) { return single(c, PD_OP_LORA, a); }
+int pd_spread_logits(pd_context *c, const pd_spread_logits_args *a) { return single(c, PD_OP_SPREAD_LOGITS, a); }
 }

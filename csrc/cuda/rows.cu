@@ -1,4 +1,6 @@
 // Rows into the residual stream, what ranks have computed of it, and rows copied: nothing here adds within a row.
+#include <type_traits>
+
 #include "cuda/blocks.h"
 #include "cuda/launch.h"
 
@@ -56,10 +58,24 @@ PD_KERNEL(kThreads) soft_cap_kernel(pd_soft_cap_args a) {
     a.x[i] = a.cap * hyperbolic_tangent(quotient(a.x[i], a.cap));
 }
 
+template <class S, class D>
 PD_KERNEL(kThreads) copy_rows_kernel(pd_copy_rows_args a) {
   for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.width; i += num_threads_in_all()) {
     const int64_t r = i / a.width, d = i % a.width;
-    a.dst[a.dst_rows[r] * (int64_t)a.width + d] = a.src[a.src_rows[r] * (int64_t)a.width + d];
+    const int64_t from = a.src_rows ? a.src_rows[r] : r, to = a.dst_rows ? a.dst_rows[r] : r;
+    if (to < 0) continue;
+    const S x = ((const S *)a.src)[from * a.src_stride + d];
+    D &y = ((D *)a.dst)[to * a.dst_stride + d];
+    if constexpr (std::is_same_v<S, D>) y = a.scale == 1.0f ? x : from_float<D>(to_float(x) * a.scale);
+    else y = from_float<D>(to_float(x) * a.scale);
+  }
+}
+
+PD_KERNEL(kThreads) spread_logits_kernel(pd_spread_logits_args a) {
+  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.vocab; i += num_threads_in_all()) {
+    const int64_t r = i / a.vocab;
+    const int32_t place = a.places[i % a.vocab];
+    a.dst[i] = place < 0 ? -INFINITY : a.src[r * a.draft_vocab + place];
   }
 }
 
@@ -79,7 +95,14 @@ int enqueue_join_parts(pd_context &c, const pd_join_parts_args &a) {
   return launch(c, "pd_join_parts", join_parts_kernel, kThreads, a);
 }
 int enqueue_copy_rows(pd_context &c, const pd_copy_rows_args &a) {
-  return launch(c, "pd_copy_rows", copy_rows_kernel, kThreads, a);
+  return of_dtype(a.src_dtype, [&](auto s) {
+    return of_dtype(a.dst_dtype, [&](auto d) {
+      return launch(c, "pd_copy_rows", copy_rows_kernel<decltype(s), decltype(d)>, kThreads, a);
+    });
+  });
+}
+int enqueue_spread_logits(pd_context &c, const pd_spread_logits_args &a) {
+  return launch(c, "pd_spread_logits", spread_logits_kernel, kThreads, a);
 }
 int enqueue_soft_cap(pd_context &c, const pd_soft_cap_args &a) {
   return launch(c, "pd_soft_cap", soft_cap_kernel, kThreads, a);

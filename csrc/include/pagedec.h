@@ -55,7 +55,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 14
+#define PD_ABI_VERSION 15
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -289,15 +289,17 @@ typedef struct { /* rotate q and k of each row by its position and write k and v
 } pd_rope_kv_write_args;
 PD_EXPORT int pd_rope_kv_write(pd_context *, const pd_rope_kv_write_args *);
 
-/* for i = 0, 1, ... in order, in every layer and head: slot dst[i] = slot src[i]; the token plane too */
+/* for i = 0, 1, ... in order, in every layer and head: slot dst[i] = slot src[i]; token plane and features too */
 typedef struct {
   const int32_t *num_moves;
   const int32_t *src, *dst;    /* [num_moves] slots */
   void *k_cache, *v_cache;     /* of layer 0 */
   int32_t *token_plane;        /* or NULL */
+  void *features;              /* [num_blocks * block_size][feature_bytes] or NULL */
   int64_t layer_stride;        /* elements; of bytes: bytes */
   int32_t num_layers, kv_heads, head_dim, block_size, dtype;
   int32_t kv_kind;             /* pd_kv_kind */
+  int32_t feature_bytes;       /* a multiple of 4 */
 } pd_kv_copy_args;
 PD_EXPORT int pd_kv_copy(pd_context *, const pd_kv_copy_args *);
 
@@ -354,7 +356,7 @@ typedef enum {
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
   PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY, PD_OP_ADD_PARTS, PD_OP_JOIN_PARTS, PD_OP_MEET,
   PD_OP_RESTRICT_LOGITS, PD_OP_COPY_ROWS, PD_OP_PICK_LOGITS, PD_OP_ALL_GATHER, PD_OP_GATHER,
-  PD_OP_ROUTE, PD_OP_EXPERTS, PD_OP_COMBINE, PD_OP_LORA
+  PD_OP_ROUTE, PD_OP_EXPERTS, PD_OP_COMBINE, PD_OP_LORA, PD_OP_SPREAD_LOGITS
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);
@@ -371,11 +373,12 @@ PD_EXPORT void pd_program_clear(pd_program *);  /* free the recording: the next 
 
 /* ---- chains of tokens, each drawn behind the one before it (a draft model's). For the i-th token of a chain, from 1
  * on, the one before it is a row of a forward, alone of its branch; its logits are processed by the chain's rules, and
- * the token is drawn, with the chain's draw, at its position plus i. The i-th tokens of all chains are one round. */
+ * the token is drawn, with the chain's draw, at its position plus i. The i-th tokens of all chains are one round.
+ * In a lane that lags behind the text a token's row, and its slot, are `lag` positions before its own. */
 typedef struct {
   int32_t branch;              /* row of block_table */
   int32_t count;               /* tokens, the given one too */
-  int32_t prompt_length;
+  int32_t prompt_length;       /* of the lane's positions */
   int32_t rules;               /* place in rules; -1: none */
   int32_t kept_row;            /* its first row of kept; -1: it has none */
   int32_t reserved;
@@ -390,6 +393,7 @@ typedef struct {
   const pd_layer_kind *kinds;
   /* what the lists read their rows from, [max_rows] each but the counts, and [room] read_rows */
   int32_t *num_rows, *token_ids, *positions, *slots, *num_read, *read_rows;
+  int32_t *chain_ids;          /* [max_rows]: which of chains each row is of; or NULL */
   float *logits;               /* [room][vocab]: what they write */
   const pd_chain *chains;      /* [num_chains] */
   const pd_draw *draws;        /* [num_chains]: of the given token, which is at its position */
@@ -403,6 +407,7 @@ typedef struct {
   int32_t vocab, num_drawn;    /* tokens from num_drawn on are never drawn */
   int32_t num_rules, room, max_rows;
   int32_t refuse_nan;          /* 1: to fail where a logit is NaN */
+  int32_t lag;                 /* 0 or more */
 } pd_roll_args;
 PD_EXPORT int pd_roll(pd_context *, const pd_roll_args *);
 

@@ -64,14 +64,29 @@ typedef struct {
 } pd_restrict_logits_args;
 PD_EXPORT int pd_restrict_logits(pd_context *, const pd_restrict_logits_args *);
 
-typedef struct { /* dst[dst_rows[i]] = src[src_rows[i]], fp32; two arrays, and no row of dst twice */
+/* dst[dst_rows[i]] = src[src_rows[i]] * scale, in fp32, then rounded to dst_dtype; of one dtype and with scale 1 the
+ * bits as they are. Two arrays, or columns of one, and no row of dst twice. */
+typedef struct {
   const int32_t *num_rows;
-  const float *src;            /* [*][width] */
-  float *dst;                  /* [*][width] */
-  const int32_t *src_rows, *dst_rows; /* [num_rows] */
-  int32_t width, reserved;
+  const void *src;             /* [*][width] in src_dtype, a row every src_stride elements */
+  void *dst;                   /* [*][width] in dst_dtype, a row every dst_stride elements */
+  const int32_t *src_rows;     /* [num_rows], or NULL: i itself */
+  const int32_t *dst_rows;     /* likewise; -1: row i is left out */
+  int64_t src_stride, dst_stride;
+  int32_t width, src_dtype, dst_dtype;
+  float scale;
 } pd_copy_rows_args;
 PD_EXPORT int pd_copy_rows(pd_context *, const pd_copy_rows_args *);
+
+/* dst[r][v] = src[r][places[v]], and -inf where that is -1: logits of a model that knows draft_vocab tokens of vocab */
+typedef struct {
+  const int32_t *num_rows;
+  const float *src;            /* [rows][draft_vocab] */
+  const int32_t *places;       /* [vocab] */
+  float *dst;                  /* [rows][vocab] */
+  int32_t vocab, draft_vocab;
+} pd_spread_logits_args;
+PD_EXPORT int pd_spread_logits(pd_context *, const pd_spread_logits_args *);
 
 /* Single logits, and how many of their row are greater: than a NaN nothing, and a NaN than nothing. Fastest where a
  * row's entries stand side by side. */

@@ -286,9 +286,11 @@ class Backend(Protocol):
         cache: CacheTensors,
         num_drawn: int,
         debug: bool = False,
+        lag: int = 0,
     ) -> Roller | None:
         """What rolls chains with a model's programs over its buffers; token ids from `num_drawn` on are never drawn.
-        None where each token needs the host. `debug`: NaN among logits is an error."""
+        None where each token needs the host. `debug`: NaN among logits is an error. `lag`: how many positions a token's
+        slot is before its own. Where buffers have features, their `chains` tell of each row which chain it is of."""
 
     # ---- parts of a read-out. Logits are fp32 [n, vocab] where the kernels work, other arrays the host's
     def has_nan(self, logits: torch.Tensor) -> bool:

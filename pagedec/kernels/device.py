@@ -13,6 +13,7 @@ import torch
 from pagedec.core.forward import NO_INTS
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
+from pagedec.kernels.addresses import DTYPES
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.block_swap import BlockSwap, DeviceBlockSwap
@@ -23,7 +24,6 @@ from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.native_plan import NativePlan
-from pagedec.kernels.native_program import DTYPES
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.reference_cache import SCALE_BYTES, cache_dtype
 from pagedec.kernels.split_plan import SplitPlan

@@ -110,5 +110,6 @@ class HostBackend(Backend):
         cache: CacheTensors,
         num_drawn: int,
         debug: bool = False,
+        lag: int = 0,
     ) -> Roller | None:
         return None

@@ -56,6 +56,7 @@ from pagedec.kernels.records import (
     SampleArgs,
     Segment,
     SoftCapArgs,
+    SpreadLogitsArgs,
     TopkLseArgs,
     VerifyArgs,
 )
@@ -68,10 +69,10 @@ __all__ = [
     "KvKind", "LayerKind", "LayerNormArgs", "Library", "LibraryNotFound", "library_directories", "load",
     "loadable_isas", "LoraArgs", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs",
     "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "RouteArgs",
-    "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "Rules", "SampleArgs", "Segment", "SoftCapArgs", "SpreadLogitsArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISAS = environment.EMULATED_ISAS

@@ -12,7 +12,7 @@ import torch
 
 from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels import native_weight
-from pagedec.kernels.addresses import address, int32
+from pagedec.kernels.addresses import DTYPES, address, int32
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import INT8_QUANTIZATIONS, AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.blocks import Blocks, segments_of
@@ -23,7 +23,6 @@ from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
     BestArgs,
-    CopyRowsArgs,
     KvCopyArgs,
     KvKind,
     Library,
@@ -38,8 +37,9 @@ from pagedec.kernels.library import (
 )
 from pagedec.kernels.link import Link
 from pagedec.kernels.native_plan import NativePlan
-from pagedec.kernels.native_program import DTYPES, NativeProgram
+from pagedec.kernels.native_program import NativeProgram
 from pagedec.kernels.native_roll import NativeRoller
+from pagedec.kernels.native_rows import copy_rows_args
 from pagedec.kernels.native_weight import NativeExperts, NativeWeight, kind_of, shape_of, what_is
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
@@ -169,19 +169,20 @@ class NativeBackend(HostBackend):
         cache: CacheTensors,
         num_drawn: int,
         debug: bool = False,
+        lag: int = 0,
     ) -> NativeRoller | None:
         lists = [programs.whole, programs.body, programs.head]
         if not all(isinstance(program, NativeProgram) for program in lists):  # a hosted model's: torch carries it out
             return None
         if any(program.is_cut for program in lists):
             return None
-        return NativeRoller(self, lists, buffers, plans, cache, num_drawn, debug)
+        return NativeRoller(self, lists, buffers, plans, cache, num_drawn, debug, lag)
 
     def plan(self, shape: AttentionShape) -> NativePlan:
         return NativePlan(self.context, shape, self.code, self.kv_kind)
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
-        call = self.call()
+        call, features = self.call(), cache.features
         call.run(
             KvCopyArgs(
                 call.given(np.array([len(src)], np.int32)),
@@ -190,6 +191,7 @@ class NativeBackend(HostBackend):
                 cache.k.data_ptr(),
                 cache.v.data_ptr(),
                 cache.tokens.data_ptr(),
+                None if features is None else features.data_ptr(),
                 cache.k.stride(0),
                 cache.k.shape[0],
                 cache.num_kv_heads,
@@ -197,6 +199,7 @@ class NativeBackend(HostBackend):
                 cache.block_size,
                 int(self.code),
                 int(cache.kind),
+                0 if features is None else features.shape[1] * features.itemsize,
             )
         )
 
@@ -274,14 +277,12 @@ class NativeBackend(HostBackend):
     def copy_rows(self, src: torch.Tensor, src_rows: np.ndarray, dst: torch.Tensor, dst_rows: np.ndarray) -> None:
         call = self.call()
         call.run(
-            CopyRowsArgs(
+            copy_rows_args(
                 call.given(np.array([len(src_rows)], np.int32)),
-                address(src, torch.float32, "src"),
-                address(dst, torch.float32, "dst"),
+                src,
+                dst,
                 call.given(int32(src_rows)),
                 call.given(int32(dst_rows)),
-                src.shape[1],
-                0,
             )
         )
 

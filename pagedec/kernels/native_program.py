@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedec.kernels import native_experts, native_lora
-from pagedec.kernels.addresses import address
+from pagedec.kernels import native_experts, native_lora, native_rows
+from pagedec.kernels.addresses import DTYPES, address
 from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope, are_of_all_heads
 from pagedec.kernels.library import (
     AddPartsArgs,
     AllGatherArgs,
     AttentionArgs,
-    Dtype,
     EmbedArgs,
     Epilogue,
     GatherArgs,
@@ -36,8 +35,6 @@ from pagedec.kernels.sized_lists import SizedLists, SizedRecords
 
 if TYPE_CHECKING:
     from pagedec.kernels.native import NativeBackend
-
-DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 
 
 class NativeProgram:
@@ -211,6 +208,7 @@ class NativeProgram:
 
     route, experts, combine = native_experts.route, native_experts.experts, native_experts.combine
     lora = native_lora.lora
+    copy_rows, spread_logits = native_rows.copy_rows, native_rows.spread_logits
 
     def rope_kv_write(
         self,

@@ -33,16 +33,18 @@ class NativeRoller:
         cache: CacheTensors,
         num_drawn: int,
         debug: bool,
+        lag: int,
     ) -> None:
         self._backend, self._buffers, self._plans, self._cache = backend, buffers, plans, cache
         self._kinds = (LayerKind * max(1, len(plans)))()
         for kind, plan in zip(self._kinds, plans, strict=False):
             kind.plan, kind.shape = plan.plan.handle, ctypes.addressof(plan.shape)
-        lists = [program.ops for program in programs]
+        lists, features = [program.ops for program in programs], buffers.features
         inputs = ("num_rows", "token_ids", "positions", "slots", "num_read", "read_rows")
         self._record = RollArgs(
             **{name: ctypes.addressof(own.program) for name, own in zip(("whole", "body", "head"), lists, strict=True)},
             **{name: address(getattr(buffers, name), torch.int32, name) for name in inputs},
+            chain_ids=None if features is None else address(features.chains, torch.int32, "chains"),
             kinds=ctypes.addressof(self._kinds),
             logits=address(buffers.logits, torch.float32, "logits"),
             token_plane=address(cache.tokens, torch.int32, "tokens"),
@@ -53,6 +55,7 @@ class NativeRoller:
             room=len(buffers.logits),
             max_rows=len(buffers.token_ids),
             refuse_nan=int(debug),
+            lag=lag,
         )
         self._lists = lists
 

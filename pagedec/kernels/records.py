@@ -28,6 +28,7 @@ from pagedec.kernels.records_readout import (
     Rules,
     SampleArgs,
     SoftCapArgs,
+    SpreadLogitsArgs,
     TopkLseArgs,
     VerifyArgs,
 )
@@ -38,7 +39,8 @@ __all__ = [
     "EmbedArgs", "Epilogue", "ExpertsArgs", "ExpertScore", "GatherArgs", "GemmArgs", "JoinPartsArgs", "KvCopyArgs",
     "KvKind", "LayerKind", "LayerNormArgs", "LoraArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind", "PickLogitsArgs",
     "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
-    "RopeKvWriteArgs", "RouteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "RopeKvWriteArgs", "RouteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "SpreadLogitsArgs", "TopkLseArgs",
+    "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -134,6 +136,7 @@ class OpKind(IntEnum):
     EXPERTS = 24
     COMBINE = 25
     LORA = 26
+    SPREAD_LOGITS = 27
 
 
 class EmbedArgs(Structure):
@@ -230,6 +233,7 @@ class KvCopyArgs(Structure):
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
         ("token_plane", c_void_p),
+        ("features", c_void_p),
         ("layer_stride", c_int64),
         ("num_layers", c_int32),
         ("kv_heads", c_int32),
@@ -237,6 +241,7 @@ class KvCopyArgs(Structure):
         ("block_size", c_int32),
         ("dtype", c_int32),
         ("kv_kind", c_int32),
+        ("feature_bytes", c_int32),
     ]
 
 
@@ -315,6 +320,7 @@ C_NAMES: dict[type[Structure], str] = {
     ProcessLogitsArgs: "pd_process_logits_args",
     RestrictLogitsArgs: "pd_restrict_logits_args",
     CopyRowsArgs: "pd_copy_rows_args",
+    SpreadLogitsArgs: "pd_spread_logits_args",
     PickLogitsArgs: "pd_pick_logits_args",
     ArgmaxArgs: "pd_argmax_args",
     TopkLseArgs: "pd_topk_lse_args",
@@ -367,4 +373,5 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     ExpertsArgs: OpKind.EXPERTS,
     CombineArgs: OpKind.COMBINE,
     LoraArgs: OpKind.LORA,
+    SpreadLogitsArgs: OpKind.SPREAD_LOGITS,
 }

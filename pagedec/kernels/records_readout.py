@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 
 import numpy as np
 
@@ -40,8 +40,25 @@ class CopyRowsArgs(Structure):
         ("dst", c_void_p),
         ("src_rows", c_void_p),
         ("dst_rows", c_void_p),
+        ("src_stride", c_int64),
+        ("dst_stride", c_int64),
         ("width", c_int32),
-        ("reserved", c_int32),
+        ("src_dtype", c_int32),
+        ("dst_dtype", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class SpreadLogitsArgs(Structure):
+    """Logits of some tokens at their places among all."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("src", c_void_p),
+        ("places", c_void_p),
+        ("dst", c_void_p),
+        ("vocab", c_int32),
+        ("draft_vocab", c_int32),
     ]
 
 
@@ -164,6 +181,7 @@ class RollArgs(Structure):
         ("slots", c_void_p),
         ("num_read", c_void_p),
         ("read_rows", c_void_p),
+        ("chain_ids", c_void_p),
         ("logits", c_void_p),
         ("chains", c_void_p),
         ("draws", c_void_p),
@@ -183,6 +201,7 @@ class RollArgs(Structure):
         ("room", c_int32),
         ("max_rows", c_int32),
         ("refuse_nan", c_int32),
+        ("lag", c_int32),
     ]
 
 

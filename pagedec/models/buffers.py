@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -91,6 +92,12 @@ class AdapterBuffers:
         return self._is_used
 
 
+class FeatureBuffers(Protocol):
+    """What a draft head reads of another lane."""
+
+    chains: torch.Tensor  # int32 [max_rows]: which chain each row is of
+
+
 class StepBuffers:
     """Inputs and activations of one lane. `num_rows` rows of each count in a step, `num_read` rows of the read-out.
 
@@ -128,6 +135,7 @@ class StepBuffers:
         self.adapters: AdapterBuffers | None = None
         if low_width:
             self.adapters = AdapterBuffers(low_width, max_rows, mlp_width, backend)
+        self.features: FeatureBuffers | None = None
         link = backend.link
         self.ranks = None if link is None else RankBuffers(link, max_rows, arch.hidden_size, arch.vocab_size)
         self.logits = zeros((READ_ROWS if link is None or link.rank == 0 else 0, arch.vocab_size), f32)

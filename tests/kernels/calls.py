@@ -277,7 +277,13 @@ def rope_kv_write(
 
 
 def kv_copy(
-    context: Context, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None
+    context: Context,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    token_plane: Tensor | None = None,
+    features: Tensor | None = None,
 ) -> None:
     layers, _, kv_heads = k_cache.shape[:3]
     paired, kind = k_cache.dim() == 6, kind_of(k_cache)
@@ -292,6 +298,8 @@ def kv_copy(
                 k_cache=pointer(k),
                 v_cache=pointer(v),
                 token_plane=pointer(token_plane),
+                features=pointer(features),
+                feature_bytes=0 if features is None else features.shape[1] * features.itemsize,
                 layer_stride=k.stride(0),
                 num_layers=layers,
                 kv_heads=kv_heads,

@@ -23,7 +23,7 @@ BESIDE_UNIT |= {
     "test_rope",
     "test_sample",
 }
-BESIDE_UNIT |= {"test_soft_cap", "test_topk", "test_verify"}
+BESIDE_UNIT |= {"test_soft_cap", "test_spread_logits", "test_topk", "test_verify"}
 """Modules of kernels that avx512bf16 and both libraries of the matrix unit have in common, and those two whose vectors
 are emulated."""
 SAME_BESIDE_UNIT = {"amx": "avx512bf16", "amx_emulated": "avx512bf16", "avx512bf16_on_avx2": "amx_on_avx2"}

@@ -18,7 +18,7 @@ MODULES |= {"test_topk", "test_sample", "test_process_logits", "test_verify", "t
 MODULES |= {"test_attention_bits", "test_restrict_logits", "test_copy_rows", "test_pick_logits", "test_readout"}
 MODULES |= {"test_attention_unseen", "test_memory", "test_gemm", "test_gemm_int8", "test_kv_bytes"}
 MODULES |= {"test_gemm_activations", "test_gemm_blocks", "test_embed_blocks", "test_gemm_weight_only", "test_experts"}
-MODULES |= {"test_lora", "test_lora_gates"}
+MODULES |= {"test_lora", "test_lora_gates", "test_spread_logits"}
 TOO_LONG = {
     "test_tokens_follow_the_exact_distribution",
     "test_neighbouring_draws_are_independent",

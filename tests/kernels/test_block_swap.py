@@ -17,7 +17,7 @@ from pagedec.runtime.offloaded_blocks import OffloadedBlocks
 from tests.kernels import cuda_library
 from tests.kernels.calls import ints
 
-LAYERS, BLOCKS, HEADS, DIM, SIZE = 3, 7, 2, 32, 8
+LAYERS, BLOCKS, HEADS, DIM, SIZE, FEATURES = 3, 7, 2, 32, 8, 10
 NUMBERS = [(torch.float32, KvKind.PLAIN), (torch.bfloat16, KvKind.PLAIN), (torch.bfloat16, KvKind.INT8)]
 NUMBERS += [(torch.float32, KvKind.FP8)]
 
@@ -49,17 +49,16 @@ def put(backend: Backend, tensor: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def read(backend: Backend, cache: CacheTensors) -> list[torch.Tensor]:
-    """K, V and tokens as bytes, block by block: uint8 [num_blocks, *]."""
-    planes = (cache.k, cache.v, cache.tokens.view(1, BLOCKS, SIZE))
-    host = [backend.memory.get(plane) if isinstance(backend, DeviceBackend) else plane for plane in planes]
+    """K, V, tokens and features as bytes, block by block: uint8 [num_blocks, *]."""
+    host = [backend.memory.get(side) if isinstance(backend, DeviceBackend) else side for side in cache.sides]
     return [as_bytes(plane.transpose(0, 1).contiguous().view(BLOCKS, -1)).clone() for plane in host]
 
 
 def filled(backend: Backend) -> CacheTensors:
     """With any bytes, those of NaN among them."""
-    cache = backend.cache(LAYERS, BLOCKS, HEADS, DIM, SIZE)
+    cache = backend.cache(LAYERS, BLOCKS, HEADS, DIM, SIZE, feature_width=FEATURES)
     generator = torch.Generator().manual_seed(3)
-    for plane in (cache.k, cache.v, cache.tokens):
+    for plane in cache.sides:
         memory = torch.randint(0, 256, (plane.nbytes,), dtype=torch.uint8, generator=generator)
         put(backend, plane, memory.view(plane.dtype).view(plane.shape))
     return cache

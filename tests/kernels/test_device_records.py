@@ -17,6 +17,7 @@ from pagedec.kernels.reference import RopeShape
 from tests.kernels import calls, cuda_library
 from tests.kernels.calls import count, ints, normal, pointer
 from tests.kernels.lora_cases import in_turns, layer, lora
+from tests.kernels.row_calls import copy_rows, spread_logits
 
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 
@@ -85,8 +86,17 @@ def test_cache_writes_and_moves(strict: StrictContext) -> None:
     )
     arrays = (k[0].clone(), v[0].clone(), ints([4, 0, 1]), ints([23, -1, 0]))
     calls.rope_kv_write(context, qkv, *arrays, shape, cos_sin=normal(5, 16, seed=4), q_norm=norm, k_norm=norm)
-    calls.kv_copy(context, k, v, ints([17, 18]), ints([9, 10]), ints(range(24)))
-    assert strict.refused >= {"cos_sin", "q_norm", "k_norm", "positions", "k_cache", "token_plane"}
+    calls.kv_copy(context, k, v, ints([17, 18]), ints([9, 10]), ints(range(24)), normal(24, 6, seed=5))
+    assert strict.refused >= {"cos_sin", "q_norm", "k_norm", "positions", "k_cache", "token_plane", "features"}
+
+
+def test_rows_that_go_elsewhere(strict: StrictContext) -> None:
+    context, x = cast(Context, strict), normal(5, 16, seed=1)
+    copy_rows(context, x, torch.zeros(4, 16), ints([4, 0]), ints([-1, 3]))
+    assert strict.refused >= {"num_rows", "src_rows", "dst_rows"}
+    strict.refused.clear()
+    assert spread_logits(context, x, ints([3, -1, 15])).isneginf().any(1).all()
+    assert strict.refused >= {"num_rows", "src", "places", "dst"}
 
 
 def test_adapters(strict: StrictContext) -> None:

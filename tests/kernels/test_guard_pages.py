@@ -180,7 +180,7 @@ def test_cache_writes_and_moves(guards: GuardedContext, dtype: torch.dtype, head
         arrays = (k[0].clone(), v[0].clone(), ints([4, 0, 1]), ints([23, -1, 0]))
         calls.rope_kv_write(context, qkv, *arrays, shape, cos_sin=normal(5, head_dim, seed=4), q_norm=norm, k_norm=norm)
     calls.kv_copy(context, k, v, ints([17, 18, 19, 23, 0]), ints([9, 10, 11, 0, 23]), ints(range(24)))
-    calls.kv_copy(context, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)))
+    calls.kv_copy(context, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)), normal(24, 33, seed=8))
     assert guards.num_guarded > 20
 
 

@@ -15,17 +15,20 @@ SHAPES = [  # layers, blocks, kv_heads, head_dim, block_size
     (2, 3, 2, 80, 64),
     (1, 3, 2, 16, 256),
 ]
+FEATURES = 46  # numbers of a slot: 92 bytes, a cache line and part of one
 
 
 def check_moves(context: Context, dtype: torch.dtype, shape: tuple[int, ...], src: Tensor, dst: Tensor) -> None:
     k, v = calls.caches(dtype, *shape, seed=11)
     plane = calls.ints(torch.randperm(shape[1] * shape[4], generator=calls.generator(3)))
-    k_true, v_true, plane_true = k.clone(), v.clone(), plane.clone()
-    reference.kv_copy(k_true, v_true, src, dst, plane_true)
-    calls.kv_copy(context, k, v, src, dst, plane)
+    features = calls.normal(len(plane), FEATURES, seed=4, dtype=dtype)
+    k_true, v_true, plane_true, features_true = k.clone(), v.clone(), plane.clone(), features.clone()
+    reference.kv_copy(k_true, v_true, src, dst, plane_true, features_true)
+    calls.kv_copy(context, k, v, src, dst, plane, features)
     assert calls.same_bits(k, k_true)
     assert calls.same_bits(v, v_true)
     assert torch.equal(plane, plane_true)
+    assert calls.same_bits(features, features_true)
 
 
 @pytest.mark.sampled(8)
@@ -117,6 +120,29 @@ def test_layers_of_bytes_begin_at_even_places(context: Context) -> None:
     shape = {"num_layers": 2, "kv_heads": 1, "head_dim": 4, "block_size": 2, "dtype": 1, "kv_kind": 1}
     with pytest.raises(KernelError, match="^pd_kv_copy: layer_stride is 13; of bytes it must be even"):
         context.call(KvCopyArgs(num_moves=rows.data_ptr(), layer_stride=13, **places, **shape))
+
+
+@pytest.mark.parametrize("width", [2, 30, 32, 34, 1026])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_features_of_all_widths(context: Context, width: int, num_threads: int) -> None:
+    """Each thread has a part of every slot's: its moves keep their order."""
+    k, v = calls.caches(torch.bfloat16, 1, 4, 1, 8, 8, seed=1)
+    features = calls.normal(32, width, seed=2, dtype=torch.bfloat16)
+    src, dst = torch.randint(0, 32, (2, 50), generator=calls.generator(width), dtype=torch.int32)
+    expected = features.clone()
+    for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+        expected[target] = expected[source]
+    calls.kv_copy(calls.threads(context, num_threads), k, v, src.contiguous(), dst.contiguous(), features=features)
+    assert calls.same_bits(features, expected)
+
+
+@pytest.mark.parametrize(("size", "limit"), [(0, "4 to"), (6, "a multiple of 4")])
+def test_bytes_of_features_are_named(context: Context, size: int, limit: str) -> None:
+    data, rows = torch.zeros(64), calls.count(0)
+    places = dict.fromkeys(("src", "dst", "k_cache", "v_cache", "features"), data.data_ptr())
+    shape = {"num_layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 2, "dtype": 1}
+    with pytest.raises(KernelError, match=f"^pd_kv_copy: feature_bytes is {size}; it must be {limit}"):
+        context.call(KvCopyArgs(num_moves=rows.data_ptr(), feature_bytes=size, **places, **shape))
 
 
 @pytest.mark.parametrize("name", ["src", "dst"])

@@ -118,7 +118,8 @@ def test_what_goes_wrong_is_told_of_one_lot() -> None:
             memory.write(room.want(array), np.full(array.nbytes, lot, np.uint8))
         if lot == 0:
             row, own = rows.data_ptr(), values.data_ptr()
-            context.call(CopyRowsArgs(one.data_ptr(), own + 2, own, row, row, 2, 0))  # not where floats can lie
+            shape = (2, 2, 2, 0, 0, 1.0)
+            context.call(CopyRowsArgs(one.data_ptr(), own + 2, own, row, row, *shape))  # not where floats can lie
             with pytest.raises(KernelError, match="pd_copy_rows"):
                 room.later()()
             continue

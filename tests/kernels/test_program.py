@@ -93,7 +93,7 @@ def forward(b: Buffers) -> list[object]:
             num_rows=rows, qkv=p(b.normed), q_out=p(b.q), k_cache=p(b.k), v_cache=p(b.v), slots=p(b.slots),
             q_heads=2, kv_heads=2, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
         ),
-        KvCopyArgs(p(b.moves), p(SRC), p(DST), p(b.k), p(b.v), p(b.plane), 0, 1, 2, HEAD_DIM, BLOCK_SIZE, 0),
+        KvCopyArgs(p(b.moves), p(SRC), p(DST), p(b.k), p(b.v), p(b.plane), None, 0, 1, 2, HEAD_DIM, BLOCK_SIZE, 0),
         GemmArgs(rows, p(b.q), p(PACKED), None, p(b.gated), 32, 32, 0, 0, Epilogue.SILU_MUL),
         LayerNormArgs(rows, p(b.hidden), p(WEIGHT), None, p(b.normed), None, DIM, 0, 1e-5),
         SoftCapArgs(rows, p(b.gated), 16, 0.5),
