@@ -65,6 +65,8 @@ def on_devices() -> list[str]:
         "test_cuda_hopper",
         "test_cuda_lora",
         "test_cuda_readout",
+        "test_features",
+        "test_roll",
     }
 
     def rank(module: str) -> tuple[bool, str]:

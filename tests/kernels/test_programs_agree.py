@@ -49,6 +49,43 @@ def test_native_and_torch_give_the_same_forward(context: Context, dtype: torch.d
     assert native["logits"].abs().max() <= 3.0
 
 
+def elsewhere(backend: Backend, num_rows: int) -> dict[str, torch.Tensor]:
+    """Rows into columns of a wider array, at places of which one is none, and back; logits of some tokens."""
+    p, rows = backend.program(), calls.count(num_rows)
+    x, y = calls.normal(MAX_ROWS, DIM, seed=1), torch.zeros(MAX_ROWS, DIM)
+    pairs, logits = torch.zeros(20, 2 * DIM, dtype=backend.dtype), torch.zeros(MAX_ROWS, VOCAB)
+    slots, places = calls.ints([19, 3, -1, 0, 7, 8, 1, -1, 2]), calls.ints(torch.arange(VOCAB) - 1).clamp(max=DIM - 1)
+    p.copy_rows(rows, x, pairs[:, DIM:], dst_rows=slots, scale=1.5)
+    p.copy_rows(rows, pairs[:, DIM:], pairs[:, :DIM])
+    p.copy_rows(rows, pairs[:, DIM:], y, slots.abs())
+    p.spread_logits(rows, y, places, logits)
+    p.finish()
+    p.run()
+    return {"pairs": pairs, "y": y, "logits": logits}
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("num_rows", [0, 1, ROWS, MAX_ROWS])
+def test_native_and_torch_put_rows_to_the_same_places(context: Context, dtype: torch.dtype, num_rows: int) -> None:
+    native, torches = (elsewhere(b, num_rows) for b in (NativeBackend(context.library, dtype), ReferenceBackend(dtype)))
+    assert all(calls.same_bits(native[name], torches[name]) for name in native)
+    assert all(tensor.count_nonzero() > 0 for tensor in native.values()) == (num_rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "message"),
+    [
+        (slice(0, 20, 2), torch.float32, "src is torch.float32, strides \\(20, 2\\); it must be rows of"),
+        (slice(0, 10), torch.int32, "src is torch.int32, strides \\(20, 1\\); it must be rows of torch.float32,"),
+        (slice(0, 9), torch.float32, "dst has 10 columns; it must have 9, as src"),
+    ],
+)
+def test_what_are_no_rows_is_refused(context: Context, columns: slice, dtype: torch.dtype, message: str) -> None:
+    program, src = NativeBackend(context.library, torch.float32).program(), torch.zeros(4, 20, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        program.copy_rows(calls.count(2), src[:, columns], torch.zeros(4, 10))
+
+
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 def test_rows_of_the_torch_programs_do_not_depend_on_their_neighbours(dtype: torch.dtype) -> None:
     few, many = forward(ReferenceBackend(dtype), 1), forward(ReferenceBackend(dtype), ROWS)
