@@ -58,16 +58,28 @@ PD_KERNEL(kThreads) soft_cap_kernel(pd_soft_cap_args a) {
     a.x[i] = a.cap * hyperbolic_tangent(quotient(a.x[i], a.cap));
 }
 
+template <class D, class S>
+PD_DEVICE D scaled(S x, float scale) {
+  if constexpr (std::is_same_v<S, D>)
+    if (scale == 1.0f) return x;
+  return from_float<D>(to_float(x) * scale);
+}
+// A warp has a piece of a row, a lane some numbers of it under way.
 template <class S, class D>
 PD_KERNEL(kThreads) copy_rows_kernel(pd_copy_rows_args a) {
-  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.width; i += num_threads_in_all()) {
-    const int64_t r = i / a.width, d = i % a.width;
+  constexpr int kAhead = 8, kPiece = kAhead * kWarp;
+  const int64_t pieces = (a.width + (int64_t)kPiece - 1) / kPiece, units = *a.num_rows * pieces;
+  for (int64_t u = first_element() / kWarp; u < units; u += num_threads_in_all() / kWarp) {
+    const int64_t r = u / pieces, first = u % pieces * kPiece + thread_index() % kWarp;
     const int64_t from = a.src_rows ? a.src_rows[r] : r, to = a.dst_rows ? a.dst_rows[r] : r;
     if (to < 0) continue;
-    const S x = ((const S *)a.src)[from * a.src_stride + d];
-    D &y = ((D *)a.dst)[to * a.dst_stride + d];
-    if constexpr (std::is_same_v<S, D>) y = a.scale == 1.0f ? x : from_float<D>(to_float(x) * a.scale);
-    else y = from_float<D>(to_float(x) * a.scale);
+    const S *src = (const S *)a.src + from * a.src_stride + first;
+    D *dst = (D *)a.dst + to * a.dst_stride + first;
+    S x[kAhead];
+    PD_UNROLL for (int j = 0; j < kAhead; j++)
+      if (first + j * kWarp < a.width) x[j] = src[j * kWarp];
+    PD_UNROLL for (int j = 0; j < kAhead; j++)
+      if (first + j * kWarp < a.width) dst[j * kWarp] = scaled<D>(x[j], a.scale);
   }
 }
 

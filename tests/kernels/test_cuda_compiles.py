@@ -94,6 +94,7 @@ def test_sixteen_bytes_are_one_load(built: Build, name: str) -> None:
         ("lora", "lora_low_kernel", r"mma\.sync", 24),  # A x of one row: eight steps of each warp
         ("lora", "lora_outputs_kernel", r"bar\.sync", 16),  # and its products with B: all of rank 16
         ("cache", "kv_copy_kernel", "st.global", 16),  # K or V of 8 moves, and where they lie
+        ("rows", "copy_rows_kernel", "st.global", 8),  # numbers of a row
         *((name, f"{name}_kernel", r"setp\.\w+\.f32", 8) for name in ("argmax", "sample")),  # logits
     ],
 )
