@@ -51,7 +51,8 @@ class BlockTable:
         """Those of `count` tokens from `start` on: int32 [count]."""
         pool = self.pool
         index = np.arange(start, start + count, dtype=np.int32)
-        return pool.rows[self.row].take(index // pool.block_size) * pool.block_size + index % pool.block_size
+        blocks: np.ndarray = pool.rows[self.row].take(index // pool.block_size)
+        return blocks * pool.block_size + index % pool.block_size
 
     def blocks(self) -> list[int]:
         """All blocks in order."""

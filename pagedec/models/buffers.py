@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -92,10 +91,26 @@ class AdapterBuffers:
         return self._is_used
 
 
-class FeatureBuffers(Protocol):
-    """What a draft head reads of another lane."""
+class FeatureBuffers:
+    """What a head that drafts works in: slots int32 [max_rows], where the target has each row's features; chains int32
+    [max_rows], which chain each row begins or goes on with, -1: none; rows [max_rows, width], features; carried fp32
+    [max_rows, hidden], by chain what its last row has come to; fused fp32 [max_rows, hidden], what rows read in place
+    of features; pairs [max_rows, 2 * hidden], what attention reads; logits fp32 [READ_ROWS, num_drafted], where the
+    head knows a part of the vocabulary."""
 
-    chains: torch.Tensor  # int32 [max_rows]: which chain each row is of
+    def __init__(self, max_rows: int, hidden: int, width: int, num_drafted: int, backend: Backend) -> None:
+        f32, own, zeros = torch.float32, backend.dtype, backend.zeros
+        self.slots, self.chains = zeros((max_rows,), torch.int32), zeros((max_rows,), torch.int32)
+        self._writes = backend.writer(self.slots), backend.writer(self.chains)
+        self.rows, self.pairs = zeros((max_rows, width), own), zeros((max_rows, 2 * hidden), own)
+        self.carried, self.fused = zeros((max_rows, hidden), f32), zeros((max_rows, hidden), f32)
+        self.logits = zeros((READ_ROWS, num_drafted), f32)
+
+    def load(self, slots: np.ndarray, chains: np.ndarray) -> None:
+        """Of a step's rows. `slots`: none of rows that go on with a chain."""
+        for write, array in zip(self._writes, (slots, chains), strict=True):
+            if len(array):
+                write(array)
 
 
 class StepBuffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,10 @@ class Model(Protocol):
     backend: Backend
     adapters: Adapters | None
     """Places for low-rank adapters of its layers; None: it has none."""
+    lag: int
+    """How far its cache's slots lag behind the tokens that they are made of."""
+    feature_layers: tuple[int, ...]
+    """Where its residual stream is kept as it enters a layer, beside KV, for a head that drafts for it."""
 
     def attention_shapes(self, block_size: int) -> tuple[AttentionShape, ...]:
         """Return one shape for each kind of layer: those that see everything, those with a window."""
@@ -51,6 +55,9 @@ class Model(Protocol):
     def programs(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> Programs:
         """Return the forward over these tensors; the plans are of `attention_shapes`, in its order."""
 
+    def chained(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> Programs | None:
+        """Return the forward of rows that go on with chains, where it is another one."""
+
 
 class RecordedModel(ABC):
     """A model whose forward is recorded kernel by kernel."""
@@ -58,6 +65,8 @@ class RecordedModel(ABC):
     arch: Architecture
     backend: Backend
     adapters: Adapters | None = None
+    lag: int = 0
+    feature_layers: tuple[int, ...] = ()
 
     def record_embedding(
         self,
@@ -126,9 +135,16 @@ class RecordedModel(ABC):
 
     def programs(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> Programs:
         """Record the forward in pieces and as a whole."""
+        return self._recorded(lambda p: self.record(p, b, cache, plans), b)
+
+    def chained(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> Programs | None:
+        """There is no other."""
+        return None
+
+    def _recorded(self, record: Callable[[Program], None], b: StepBuffers) -> Programs:
         body, head, whole = (self.backend.program() for _ in range(3))
         for program in (body, whole):
-            self.record(program, b, cache, plans)
+            record(program)
         for program in (head, whole):
             self.record_head(program, b)
         for program in (body, head, whole):

@@ -61,9 +61,9 @@ def place_embedding(backend: Backend, embedding: Matrix) -> Any:
     return backend.place(embedding.to(backend.dtype).contiguous())
 
 
-def pack_output(source: WeightSource, is_tied: bool, backend: Backend, embedding: Matrix, placed: Any) -> Any:
+def pack_output(source: WeightSource, is_tied: bool, backend: Backend, embedding: Matrix | None, placed: Any) -> Any:
     """The output matrix. Tied to an embedding in blocks, it is that one, as it was placed."""
-    if not is_tied:
+    if not is_tied or embedding is None:
         return pack_stacked(backend, [load_vocabulary(source, OUTPUT, backend)])
     return placed if isinstance(embedding, Blocks) else pack_stacked(backend, [embedding])
 

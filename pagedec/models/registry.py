@@ -68,6 +68,8 @@ DENSE = (
 )
 MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, ernie4_5_moe, gpt_oss, olmoe, minimax_m2)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
+HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+"""What heads that draft for another model call themselves: `models/eagle3.py`."""
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
 GGUF_NAMES = {name: family for family in FAMILIES.values() for name in family.gguf_names}
@@ -106,6 +108,10 @@ def from_hf_config(
     `model_impl` "native": only our own families; "transformers": its modeling code; "auto": that where there is no
     family of our own. Only a configuration with `files` can be given to transformers.
     """
+    declared = config.get("architectures")
+    if isinstance(declared, list) and declared and declared[0] in HEADS:
+        limit = 'is no model but a head that drafts for one: {"method": "eagle3", "model": ...} in speculative_config'
+        raise InvalidArgument("architectures", declared[0], limit)
     family = family_of(config)
     if family is not None and model_impl != "transformers":
         return family.read(config)

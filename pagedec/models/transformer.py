@@ -7,7 +7,7 @@ behind them too (Touvron et al. 2023, Llama; Gemma Team 2024, Gemma 2). The resi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,7 @@ class Transformer(RecordedModel):
 
     def __init__(self, arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> None:
         self.arch, self.backend, self._source = arch, backend, source
-        embedding = load_vocabulary(source, arch.embedding_name(), backend)
-        self.embedding = place_embedding(backend, embedding)
+        embedding, self.embedding = self._load_embedding()
         # Rounded, because the models were trained with a scale of their weights' dtype. The stream that steps keep is
         # that of the model over residual_scale, so that a block adds what it gives: norms divide by its size anyway,
         # and what they add to the square of it goes by the square of the scale.
@@ -92,6 +91,11 @@ class Transformer(RecordedModel):
             table = rope_table(rope_frequencies(local), max_position, arch.rope_interleaved)
             self.local_rope = placed(backend, table)
         del self._source
+
+    def _load_embedding(self) -> tuple[Matrix | None, Any]:
+        """As it is stored, where the output matrix may be made of it, and as it was placed."""
+        embedding = load_vocabulary(self._source, self.arch.embedding_name(), self.backend)
+        return embedding, place_embedding(self.backend, embedding)
 
     def _norm(self, name: str, scale: float = 1.0) -> torch.Tensor:
         weight = self._source.load(f"{name}.weight").float() + self.arch.norm_offset
@@ -169,6 +173,7 @@ class Transformer(RecordedModel):
         eps, activation = self.stream_eps, GATED.get(arch.hidden_act, Epilogue.GELU_MUL)
         self.record_embedding(p, b, cache, self.embedding, self.embedding_scale)
         for i, layer in enumerate(self.layers):
+            self._record_features(p, b, cache, i)
             rope = self.local_rope if arch.is_sliding(i) else self.rope
             if i in arch.unrotated_layers:
                 rope = NO_ROTATION
@@ -181,12 +186,30 @@ class Transformer(RecordedModel):
             p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended, layer.sinks)
             self._add(p, b, b.attended, layer.o, layer.attention_out_norm, updates.get("o"))
             p.rms_norm(rows, b.x, layer.mlp_norm, b.normed, eps)
-            if isinstance(layer.mlp, MixtureLayer):
-                assert layer.mlp_out_norm is None, "a norm behind a mixture would be left out"
-                record_mixture(p, b, layer.mlp, activation)
-                continue
-            self._record_gated(p, b, layer.mlp, activation, updates.get("gate_up"))
-            self._add(p, b, b.mlp, layer.mlp.down, layer.mlp_out_norm, updates.get("down"))
+            self._record_mlp(p, b, layer, activation, updates)
+
+    def _record_features(self, p: Program, b: StepBuffers, cache: CacheTensors, layer: int) -> None:
+        """Keep the stream as it enters a layer, where a head reads it there: the model's own, in the layers' dtype."""
+        hidden = self.arch.hidden_size
+        for place, own in enumerate(self.feature_layers):
+            if own == layer and cache.features is not None:
+                columns = cache.features[:, place * hidden : (place + 1) * hidden]
+                p.copy_rows(b.num_rows, b.x, columns, dst_rows=b.slots, scale=self.arch.residual_scale)
+
+    def _record_mlp(
+        self,
+        p: Program,
+        b: StepBuffers,
+        layer: TransformerLayer,
+        activation: Epilogue,
+        updates: Mapping[str, LoraWeights],
+    ) -> None:
+        if isinstance(layer.mlp, MixtureLayer):
+            assert layer.mlp_out_norm is None, "a norm behind a mixture would be left out"
+            record_mixture(p, b, layer.mlp, activation)
+            return
+        self._record_gated(p, b, layer.mlp, activation, updates.get("gate_up"))
+        self._add(p, b, b.mlp, layer.mlp.down, layer.mlp_out_norm, updates.get("down"))
 
     def _record_gated(
         self, p: Program, b: StepBuffers, mlp: Mlp, activation: Epilogue, updates: LoraWeights | None

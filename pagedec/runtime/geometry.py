@@ -12,12 +12,13 @@ from pagedec.runtime.pool import KvPool
 @dataclass(frozen=True, slots=True)
 class LaneGeometry:
     """One lane: the blocks of its pool, the token ids its model knows, the tokens of the longest sequence it reads, and
-    the blocks that the host's memory keeps for it."""
+    the blocks that the host's memory keeps for it; how far its slots lag behind their tokens."""
 
     num_blocks: int
     vocab_size: int
     max_model_len: int
     num_offload_blocks: int = 0
+    lag: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pagedec.config import (
     draft_config,
     names_draft_model,
 )
-from pagedec.errors import InvalidArgument, ModelFileError, Shown, WeightsWarning, counted, within
+from pagedec.errors import InvalidArgument, ModelFileError, Shown, WeightsWarning, within
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.quantised import MXFP4, quantised
@@ -40,6 +39,7 @@ from pagedec.kernels.xformers_kernel import Xformers
 from pagedec.lora import LoraConfig
 from pagedec.models.adapters import LoraSizes
 from pagedec.models.architecture import Architecture
+from pagedec.models.eagle3 import Eagle3
 from pagedec.models.hf.hosted_architecture import HostedArchitecture
 from pagedec.models.model import Model
 from pagedec.models.registry import check_adapters, check_ranks, load_architecture, load_model_weights
@@ -48,12 +48,13 @@ from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.fingerprint import model_digest, numerics_digest
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
+from pagedec.runtime.heads import feature_width, keep_features, load_head, names_head
 from pagedec.runtime.links import connect, machine
 from pagedec.runtime.memory import is_out_of_memory, shown_size
 from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.numbers import NAMES, chosen_dtype, is_on_device
 from pagedec.runtime.pool import KvPool
-from pagedec.runtime.processors import default_threads, tell_torch
+from pagedec.runtime.processors import check_threads, default_threads, tell_torch
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.sizes import (
     check_places,
@@ -68,9 +69,6 @@ from pagedec.runtime.weight_form import weight_form
 from pagedec.runtime.worker import Worker
 
 NO_SIZES = dict.fromkeys(POOL_SIZES)
-THREADS_OF_A_PROCESSOR, FEW_THREADS = 4, 64
-"""More wait for one another at each kernel's end: on two processors 64 answer within seconds, 4,096 in no time that
-anybody waits. Few are let be on any machine, as a file for a larger one may say so."""
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {own.name: own for own in (FlashAttention, Xformers)}
 """Of other packages, by their names among `attention_backend`."""
 
@@ -112,7 +110,7 @@ def choose_backend(
     kv_kind = KvKind.PLAIN if kv_cache_dtype == "auto" else KvKind[kv_cache_dtype.upper()]
     num_threads = default_threads() if parallel.num_threads is None else parallel.num_threads
     if parallel.num_threads is not None:
-        _check_threads(parallel.num_threads)
+        check_threads(parallel.num_threads)
     tell_torch(num_threads)
     if parallel.attention_backend != "reference":
         try:
@@ -138,14 +136,6 @@ def _loaded(attention_backend: str) -> Library:
     except KernelError as error:  # of another version, or no library at all
         limit = f"the compiled kernels cannot be used: {error}; reference does without them"
         raise InvalidArgument("attention_backend", attention_backend, limit) from error
-
-
-def _check_threads(given: int) -> None:
-    processors = os.cpu_count() or 1
-    most = max(FEW_THREADS, THREADS_OF_A_PROCESSOR * processors)
-    if given > most:
-        limit = f"must be at most {most} on this machine, which has {counted(processors, 'processor')}"
-        raise InvalidArgument("num_threads", given, limit)
 
 
 def _device_backend(
@@ -228,7 +218,8 @@ def build_lane(
     if isinstance(backend, DeviceBackend) and backend.attention is not None:
         check_shapes(backend.attention, loaded.model.attention_shapes(pool.block_size))
     try:
-        tensors = allocate_cache(loaded.model.arch, pool.num_blocks, pool.block_size, loaded.model.backend)
+        sizes = pool.num_blocks, pool.block_size, backend, feature_width(loaded)
+        tensors = allocate_cache(loaded.model.arch, *sizes)
     except (OSError, MemoryError) as error:
         name = next((name for name in POOL_SIZES if getattr(config.cache, name) is not None), "kv_cache_memory")
         value = Shown("chosen") if getattr(config.cache, name) is None else getattr(config.cache, name)
@@ -258,6 +249,8 @@ def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel |
     known = {"target": _lane_geometry(loaded, pool, kept)}
     if draft is not None and drafts is not None:
         with within("speculative_config."):
+            if isinstance(draft.model, Eagle3):
+                draft.model.source = lanes["target"].cache.features
             lanes["draft"] = build_lane(draft, own, drafts, debug, loaded.arch.vocab_size)
         known["draft"] = _lane_geometry(draft, drafts)
     return Worker(lanes, _geometry(loaded, config.model, known, pool), loaded.model.backend.link)
@@ -273,7 +266,8 @@ def build_follower(config: EngineConfig, loaded: LoadedModel) -> Follower:
 
 
 def _lane_geometry(loaded: LoadedModel, pool: KvPool, num_offload_blocks: int = 0) -> LaneGeometry:
-    return LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len, num_offload_blocks)
+    sizes = pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len
+    return LaneGeometry(*sizes, num_offload_blocks, loaded.model.lag)
 
 
 def _geometry(loaded: LoadedModel, config: ModelConfig, lanes: dict[str, LaneGeometry], pool: KvPool) -> Geometry:
@@ -313,6 +307,7 @@ def load_whole(config: EngineConfig) -> Worker:
     badly."""
     backend = own_backend(config)
     loaded = load_model(config.model, backend, lora=config.lora)
+    keep_features(config, loaded)
     return build_worker(config, loaded, load_draft(config, loaded))
 
 
@@ -323,6 +318,7 @@ def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
         return load_whole(config)
     config, backend = join(config, ranks)
     loaded = load_model(config.model, backend, lora=config.lora)
+    keep_features(config, loaded)
     draft = load_draft(config, loaded) if ranks.rank == 0 else None  # before it is known what KV may take
     config = agree(config, ranks, loaded, draft)
     return build_worker(config, loaded, draft) if ranks.rank == 0 else build_follower(config, loaded)
@@ -392,4 +388,7 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
     own = draft_config(config)
     with within("speculative_config."):
         backend = own_backend(own, target.model.backend.device)
-        return load_model(own.model, backend, target.max_model_len)
+        if not names_head(config):
+            return load_model(own.model, backend, target.max_model_len)
+    head, files, length = load_head(config, target, backend)
+    return LoadedModel(head, head.arch, files, length)

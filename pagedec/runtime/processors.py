@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
 from pagedec import environment
+from pagedec.errors import InvalidArgument, counted
 from pagedec.runtime.control_groups import VERSION_2, groups, number, read
 
 ROOT = Path("/")
+THREADS_OF_A_PROCESSOR, FEW_THREADS = 4, 64
+"""More wait for one another at each kernel's end: on two processors 64 answer within seconds, 4,096 in no time that
+anybody waits. Few are let be on any machine, as a file for a larger one may say so."""
 _told: tuple[int, int] | None = None
 """What torch used before an engine told it otherwise, and what that was."""
 
@@ -51,3 +56,12 @@ def default_threads(root: Path = ROOT) -> int:
     choice, and stands."""
     most, given = of_torch(), None if environment.says_threads() else quota(root)
     return most if given is None else max(1, min(most, int(given + 0.5)))
+
+
+def check_threads(given: int) -> None:
+    """Raise `InvalidArgument` for more threads than this machine can run."""
+    processors = os.cpu_count() or 1
+    most = max(FEW_THREADS, THREADS_OF_A_PROCESSOR * processors)
+    if given > most:
+        limit = f"must be at most {most} on this machine, which has {counted(processors, 'processor')}"
+        raise InvalidArgument("num_threads", given, limit)

@@ -17,6 +17,7 @@ from pagedec.models.adapters import LoraSizes, places_bytes
 from pagedec.models.architecture import Architecture
 from pagedec.models.sharding import cut_shape, part_of, sharded
 from pagedec.runtime.cache import block_bytes
+from pagedec.runtime.heads import feature_width
 from pagedec.runtime.memory import Memory, available_memory, shown_size
 from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 
@@ -77,7 +78,7 @@ def bytes_of_a_block(loaded: LoadedModel, config: EngineConfig) -> int:
     arch, backend = loaded.arch, loaded.model.backend
     if backend.link is not None:  # all ranks have as many blocks; the first has the most KV heads
         arch = sharded(arch, part_of(arch, 0, backend.link.world))
-    return block_bytes(arch, config.cache.block_size, backend.dtype, backend.kv_kind)
+    return block_bytes(arch, config.cache.block_size, backend.dtype, backend.kv_kind, feature_width(loaded))
 
 
 def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0, beside: int = 0) -> KvPool:

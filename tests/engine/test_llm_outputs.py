@@ -19,7 +19,7 @@ from pagedec.kernels.library import Context, available_isas
 from pagedec.kernels.native import NativeBackend
 from pagedec.llm import collecting
 from pagedec.outputs import RequestOutput
-from pagedec.runtime import loading
+from pagedec.runtime import processors
 from tests.algorithms.beam import BeamParams
 from tests.engine.conftest import EOS
 
@@ -330,12 +330,12 @@ def test_the_number_of_threads_holds_in_every_thread(tiny: Tiny) -> None:
 
 def test_more_threads_than_the_machine_can_run_are_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wait for one another at each kernel's end, and nothing be said of it."""
-    monkeypatch.setattr(loading.os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(processors.os, "cpu_count", lambda: 32)
     for too_many in (129, 4096):
         with pytest.raises(InvalidArgument, match=f"^num_threads is {too_many}: must be at most 128 .* 32 processors$"):
             tiny(num_threads=too_many)
-    loading._check_threads(128)
-    monkeypatch.setattr(loading.os, "cpu_count", lambda: 1)
+    processors.check_threads(128)
+    monkeypatch.setattr(processors.os, "cpu_count", lambda: 1)
     with pytest.raises(InvalidArgument, match="at most 64 on this machine, which has 1 processor$"):
         tiny(num_threads=65)
 

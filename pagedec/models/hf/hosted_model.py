@@ -185,6 +185,8 @@ class HostedModel:
 
     adapters: Adapters | None = None
     """Nobody knows which of its layers could have some."""
+    lag = 0
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, arch: HostedArchitecture, model: Any, backend: Backend, max_position: int) -> None:
         self.arch: Architecture = arch
@@ -233,6 +235,9 @@ class HostedModel:
         attention = _PagedAttention(self._hosted, self.backend, b, cache, of_layers, self._sinks)
         forward = _Forward(self._read_out, attention, cache, self._num_threads)
         return Programs(_Piece(forward.body), _Piece(forward.head), _Piece(forward.whole))
+
+    def chained(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
+        """There is no other forward."""
 
 
 def load_hosted(

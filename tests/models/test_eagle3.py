@@ -1,0 +1,345 @@
+"""Heads that draft from the target's stream: what engines roll is what plain torch gives, and answers stay the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagedec import LLM, BeamSearchParams, InvalidArgument, ModelFileError, SamplingParams
+from pagedec.core.forward import LaneAnswers
+from pagedec.core.plan import StepPlan
+from pagedec.core.scheduler import Scheduler
+from pagedec.kernels.library import available_isas
+from tests.models.checkpoints import VOCAB, Checkpoint, make_checkpoint, variant
+from tests.models.eagle_heads import LAYERS, Head
+
+PROMPTS = [[5, 17, 40, 99, 3], [77, 1, 1, 130], list(range(20, 60)), [9], [3, 4], [(i * 7) % 130 for i in range(70)]]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+Rolled = dict[tuple[int, ...], list[int]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A llama of six layers."""
+    path = tmp_path_factory.mktemp("target")
+    return make_checkpoint(variant("six", length=8, num_hidden_layers=6, initializer_range=0.15), path)
+
+
+def head_of(target: Checkpoint, step: int = 1, **changes: Any) -> Head:
+    """One that drafts every `step`-th token."""
+    return Head(target.model.config, (2, 3, 3), torch.arange(0, VOCAB, step), **changes)
+
+
+@pytest.fixture
+def make(target: Checkpoint) -> Any:
+    made = list[LLM]()
+
+    def llm(head: Path, speculative: Mapping[str, Any] | None = None, **arguments: Any) -> LLM:
+        table = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4, "adaptive": False}
+        settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 96, **arguments}
+        made.append(LLM(str(target.path), speculative_config=table | dict(speculative or {}), **settings))
+        return made[-1]
+
+    yield llm
+    for own in made:
+        own.engine.scheduler.check()
+        own.close()
+
+
+@pytest.fixture
+def rolled(monkeypatch: pytest.MonkeyPatch) -> Rolled:
+    """What was rolled behind each text."""
+    found, settle = Rolled(), Scheduler.settle
+
+    def noting(self: Scheduler, plan: StepPlan, answers: Mapping[str, LaneAnswers]) -> Any:
+        for work in plan.works:
+            if work.roll >= 0 and work.query is not None:
+                counts = plan.forwards["draft"].rolls["count"]
+                first = int(counts[: work.roll].sum())
+                text = tuple(work.request.history.tokens(work.branch.tip))
+                chain = answers["draft"].rolled[first : first + int(counts[work.roll])].tolist()
+                assert found.setdefault(text, chain)[: len(chain)] == chain[: len(found[text])], "not of the text alone"
+        return settle(self, plan, answers)
+
+    monkeypatch.setattr(Scheduler, "settle", noting)
+    return found
+
+
+def tokens_of(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> list[list[list[int]]]:
+    return [[list(out.token_ids) for out in answer.outputs] for answer in llm.generate(prompts, params, use_tqdm=False)]
+
+
+KINDS: dict[str, Callable[[Checkpoint], Head]] = {
+    "all tokens": head_of,
+    "every third token": lambda target: head_of(target, 3),
+    "its own embedding": lambda target: head_of(target, 2, has_embedding=True),
+    "narrower than the target": lambda target: head_of(target, 2, has_embedding=True, hidden=32),
+    "norm before the residual": lambda target: head_of(target, 2, norm_before_residual=True),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=pytest.mark.skipif(
+    not available_isas(), reason="there are no compiled kernels"))])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_rolls_are_those_of_plain_torch(
+    kind: str, backend: str, target: Checkpoint, make: Callable[..., LLM], rolled: Rolled, tmp_path: Path
+) -> None:
+    """In chunks of 19, several beside one another and one of them behind a cached prefix, over blocks of 16."""
+    head = KINDS[kind](target)
+    llm = make(head.write(tmp_path), attention_backend=backend, max_num_batched_tokens=19 + 24)
+    want = tokens_of(llm, GREEDY.clone(speculative=False))
+    for _ in range(2):
+        assert tokens_of(llm, GREEDY) == want
+    assert len(rolled) > 60 and {len(chain) for chain in rolled.values()} >= {4}
+    for text, chain in list(rolled.items())[::3]:
+        assert head.roll(target.model, text, len(chain)) == chain
+    counts = llm.engine.stats.drafts["eagle3"]
+    assert counts.num_drafts > 60 and llm.engine.stats.num_failed_steps == 0
+
+
+@pytest.mark.parametrize("verify", ["coupling", "rejection"])
+def test_a_head_that_knows_the_answer_is_accepted(verify: str, target: Checkpoint, tmp_path: Path) -> None:
+    """A target whose next token hangs on its last one alone, and a head that has learned which: every token of every
+    roll is accepted, greedy and sampled, coupled and by rejection."""
+    path = tmp_path / "target"
+    shutil.copytree(target.path, path)
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()  # the stream is the embedding, all the way
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    head, eye = head_of(target, norm_before_residual=True), torch.eye(64)
+    assert head.dim == head.hidden == 64
+    for name, weight in head.weights.items():
+        if not name.endswith("norm"):
+            weight.zero_()
+    # Attention is each row's own, by far: q and k are the embedding, and turned alike in that place alone.
+    head.weights["midlayer.input_layernorm"].fill_(1)
+    head.weights["midlayer.hidden_norm"].zero_()  # what a row was given adds nothing
+    for name, scale in (("q", 3.0), ("k", 3.0), ("v", 1.0), ("o", 1.0)):
+        head.weights[f"midlayer.self_attn.{name}_proj"][:64, :64] = scale * eye
+    head.weights["norm"], head.weights["lm_head"] = weights["model.norm.weight"], weights["lm_head.weight"]
+    table = {"method": "eagle3", "model": str(head.write(tmp_path / "head")), "num_speculative_tokens": 4}
+    table |= {"adaptive": False, "verify": verify}
+    llm = LLM(str(path), dtype="float32", skip_tokenizer_init=True, num_blocks=96, speculative_config=table)
+    for params in (GREEDY, SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)):
+        before = llm.engine.stats.num_steps
+        tokens = tokens_of(llm, params, [[7, 9]])
+        drafts = llm.engine.stats.drafts["eagle3"]
+        assert llm.engine.stats.num_steps - before <= 1 + 5, "24 tokens: one behind the prompt, and five a step"
+        assert drafts.num_accepted == drafts.num_drafted > 0
+        if params is GREEDY or verify == "coupling":
+            assert tokens == tokens_of(llm, params.clone(speculative=False), [[7, 9]])
+    llm.close()
+
+
+@pytest.mark.parametrize("verify", ["coupling", "rejection"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_beside_others(
+    verify: str,
+    dtype: str,
+    target: Checkpoint,
+    make: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few blocks and small chunks, others that fail, leave and flood; fresh blocks are poisoned, so that a feature that
+    nobody wrote would show."""
+    monkeypatch.setenv("PAGEDEC_DEBUG", "1")
+    own = head_of(target, 2).write(tmp_path)
+    llm = make(own, {"verify": verify}, dtype=dtype, max_num_batched_tokens=24, num_blocks=22, kv_offload_memory="1MiB")
+    plain = make(own, dtype=dtype, num_blocks=200)
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=20, repetition_penalty=1.2, logprobs=2),
+        BeamSearchParams(beam_width=3, max_tokens=12, speculative={"method": "eagle3"}),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=30, allowed_token_ids=list(range(3, 60))),
+        SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=1, min_tokens=5),
+        SamplingParams(temperature=0.7, seed=8, max_tokens=24, bad_words=None, speculative={"method": "ngram"}),
+    ]
+    exact = [0, 2, 4, 5] if verify == "rejection" else range(6)
+    without = [own.clone(speculative=False) if isinstance(own, SamplingParams) else
+               BeamSearchParams(beam_width=3, max_tokens=12) for own in params]  # fmt: skip
+    want = [tokens_of(plain, own, [prompt])[0] for own, prompt in zip(without, PROMPTS, strict=True)]
+    for _ in range(2):
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        for i in exact:
+            assert [list(out.token_ids) for out in got[i].outputs] == want[i]
+    assert llm.engine.stats.drafts["eagle3"].num_drafted > 30
+
+
+def test_beams(target: Checkpoint, make: Callable[..., LLM], rolled: Rolled, tmp_path: Path) -> None:
+    """Chains behind each of them: the n-best of plain beams."""
+    head = head_of(target)
+    llm = make(head.write(tmp_path))
+    for width in (1, 3, 8):
+        plain = BeamSearchParams(beam_width=width, num_return_sequences=width, max_tokens=20)
+        drafted = dataclasses.replace(plain, speculative={"method": "eagle3"})
+        assert tokens_of(llm, drafted) == tokens_of(llm, plain)
+    assert llm.engine.stats.drafts["beam_eagle3"].num_drafted > 0
+    for text, chain in list(rolled.items())[::5]:
+        assert head.roll(target.model, text, len(chain)) == chain
+
+
+def test_sessions_fork_and_roll_back(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Branches keep what the head has of them, and a pair whose second token was taken back is not among it."""
+    head = head_of(target, 2)
+    path, texts = head.write(tmp_path), []
+    drawn = SamplingParams(temperature=0.8, max_tokens=17, ignore_eos=True)
+    for method in (None, False):
+        llm, own = make(path), drawn.clone(speculative=method)
+        with llm.session(PROMPTS[2], seed=3) as session:
+            one, two = session.fork(2)
+            session.generate_all([session, one], own)
+            one.rollback(7)
+            one.append([4])
+            two.append([5, 6, 7])
+            session.generate_all([session, one, two], own, n=2)
+            one.rollback(30)
+            kept = two.generate(own, n=2, keep="all").branches
+            session.generate_all([one, *kept], own)
+            texts.append([branch.token_ids for branch in (session, one, two, *kept)])
+        drafts = llm.engine.stats.drafts.get("eagle3")
+        assert (drafts is None) == (method is False) and (drafts is None or drafts.num_accepted > 0)
+    assert texts[0] == texts[1]
+
+
+def test_names_that_files_may_have(
+    target: Checkpoint, make: Callable[..., LLM], rolled: Rolled, tmp_path: Path
+) -> None:
+    head, found = head_of(target, 3), []
+    for place, prefix, layer, changes in (
+        ("a", "", "midlayer", {}),
+        ("b", "model.", "layers.0", {"architectures": ["Eagle3LlamaForCausalLM"]}),
+        ("c", "", "layers.0", {"eagle_config": {LAYERS: [2, 3, 3]}, LAYERS: None, "target_hidden_size": None}),
+        ("d", "", "midlayer", {LAYERS: None}),
+    ):
+        rolled.clear()
+        tokens_of(make(head.write(tmp_path / place, prefix, layer, **changes)), GREEDY)
+        found.append(dict(rolled))
+    assert found[0] == found[1] == found[2] == found[3], "the default layers of six are 2, 3 and 3"
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 2}, "speculative_config.num_hidden_layers is 2: must be 1: a head is one layer"),
+    "hidden": ({"target_hidden_size": 32}, "speculative_config.target_hidden_size is 32: must be 64, the target's"),
+    "vocabulary": ({"vocab_size": 130}, "speculative_config.vocab_size is 130: must be 131, the target's"),
+    "drafted": ({"draft_vocab_size": 200}, "speculative_config.draft_vocab_size is 200: must be at most 131"),
+    "no layer": ({LAYERS: [2, 3, 6]}, f"speculative_config.{LAYERS} is 6: must be from 0 to 5, layers of the target"),
+    "two layers": ({LAYERS: [2, 3]}, f"speculative_config.{LAYERS} is .*: must be a list of 3 layers"),
+    "no head": (
+        {"architectures": ["LlamaForCausalLM"]},
+        "speculative_config.architectures is .*: must be that of a head, .*draft_model",
+    ),
+    "truth": ({"norm_before_residual": 1}, "speculative_config.norm_before_residual is 1: must be true or false"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_heads_of_another_model(mistake: str, target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    changes, message = MISTAKES[mistake]
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
+        make(head_of(target).write(tmp_path, **changes))
+
+
+def _without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.__delitem__(name) and None
+
+
+def _twice(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+
+def _far(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"][-1] = VOCAB
+
+
+def _short(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"][:-1].clone()
+
+
+def _wide(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["embed_tokens.weight"] = torch.zeros(VOCAB, 32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without("fc.weight"), "1 missing: fc.weight"),
+        (_without("midlayer.hidden_norm.weight"), "missing: model.layers.0.hidden_norm.weight"),
+        (_twice, "d2t must name 44 different tokens below 131"),
+        (_far, "d2t must name 44 different tokens below 131"),
+        (_short, r"d2t is torch.int64 \[43\], the model configuration needs integers \[44\]"),
+        (_wide, r"model.embed_tokens.weight has shape \[131, 32\], not \[131, 64\]"),
+    ],
+)
+def test_damaged_heads(
+    damage: Callable[[dict[str, torch.Tensor]], None], message: str, target: Checkpoint, make: Callable[..., LLM],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    path = head_of(target, 3).write(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=message):
+        make(path)
+
+
+def test_a_narrow_head_needs_an_embedding(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    head = head_of(target, 2, hidden=32)
+    with pytest.raises(ModelFileError, match="has no model.embed_tokens.weight, and the target's is 64 wide"):
+        make(head.write(tmp_path))
+
+
+def test_methods_that_are_not_the_engines(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    path = head_of(target).write(tmp_path)
+    llm = make(path)
+    with pytest.raises(
+        InvalidArgument, match="^speculative.method is 'draft_model': must be eagle3: what the engine's"
+    ):
+        llm.generate([[5]], SamplingParams(speculative={"method": "draft_model"}), use_tqdm=False)
+    with pytest.raises(InvalidArgument, match="is no model but a head that drafts for one"):
+        LLM(str(path), skip_tokenizer_init=True)
+    with pytest.raises(InvalidArgument, match="is no model but a head that drafts for one"):
+        make(path, {"method": "draft_model"})
+    with pytest.raises(InvalidArgument, match="architectures is .* must be that of a head"):
+        make(target.path)
+
+
+def test_targets_that_keep_no_stream(target: Checkpoint, tmp_path: Path) -> None:
+    gpt2 = make_checkpoint(variant("gpt2", "gpt2", length=8), tmp_path / "gpt2")
+    path = head_of(target).write(tmp_path / "head", target_hidden_size=64)
+    table = {"method": "eagle3", "model": str(path)}
+    with pytest.raises(InvalidArgument, match="^speculative_config.method is 'eagle3': does not draft for gpt2"):
+        LLM(str(gpt2.path), skip_tokenizer_init=True, speculative_config=table)
+
+
+def test_made_up_weights(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """A configuration alone, for timing: it drafts the first tokens."""
+    path = head_of(target, 3).write(tmp_path)
+    (path / "model.safetensors").unlink()
+    llm = make(path, {"load_format": "dummy"})
+    assert tokens_of(llm, GREEDY) == tokens_of(llm, GREEDY.clone(speculative=False))
+    assert llm.engine.stats.drafts["eagle3"].num_drafts > 20
+
+
+def test_blocks_are_as_large_as_what_they_hold(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """The pool counts the features, and the offload tier takes them along."""
+    path = head_of(target).write(tmp_path)
+    llm = make(path, num_blocks=None, kv_cache_memory=1 << 20)
+    cache = llm.engine.executor.worker.lanes["target"].cache
+    assert cache.features is not None and cache.features.shape == (cache.num_blocks * 16, 3 * 64)
+    num_bytes = sum(
+        tensor.numel() * tensor.element_size() for tensor in (cache.k, cache.v, cache.tokens, cache.features)
+    )
+    assert num_bytes <= 1 << 20 < num_bytes + num_bytes // cache.num_blocks
+    geometry = json.loads(llm.engine.executor.geometry.to_json())
+    assert geometry["lanes"]["draft"]["lag"] == 1 and geometry["lanes"]["target"]["lag"] == 0
