@@ -69,7 +69,7 @@ DENSE = (
 MODULES = (*DENSE, mixtral, qwen2_moe, qwen3_moe, glm4_moe, dots1, ernie4_5_moe, gpt_oss, olmoe, minimax_m2)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-"""What heads that draft for another model call themselves: `models/eagle3.py`."""
+"""What heads that draft for another model call themselves: `models/draft_head.py`."""
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
 GGUF_NAMES = {name: family for family in FAMILIES.values() for name in family.gguf_names}

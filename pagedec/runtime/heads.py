@@ -8,7 +8,7 @@ from pagedec.config import EngineConfig, draft_config
 from pagedec.errors import InvalidArgument, within
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import Backend
-from pagedec.models.eagle3 import Eagle3, Eagle3Architecture, open_head, read_head
+from pagedec.models.draft_head import DraftHead, HeadArchitecture, open_head, read_head
 from pagedec.models.packing import load_vocabulary, place_embedding
 from pagedec.models.registry import open_model_weights
 from pagedec.models.transformer import Transformer
@@ -39,7 +39,7 @@ def feature_width(loaded: LoadedModel) -> int:
     return len(loaded.model.feature_layers) * loaded.arch.hidden_size
 
 
-def load_head(config: EngineConfig, target: LoadedModel, backend: Backend) -> tuple[Eagle3, ModelFiles, int]:
+def load_head(config: EngineConfig, target: LoadedModel, backend: Backend) -> tuple[DraftHead, ModelFiles, int]:
     """The head that speculative_config names, its files, and the tokens of its longest sequence."""
     own, (files, arch) = draft_config(config).model, _read(config, target)
     with within("speculative_config."):
@@ -49,13 +49,13 @@ def load_head(config: EngineConfig, target: LoadedModel, backend: Backend) -> tu
             raise InvalidArgument("max_model_len", own.max_model_len, limit)
         length = own.max_model_len or length
         source = open_head(arch, files, backend, own.seed)
-        head = Eagle3(arch, source, backend, length, lambda: _shared_embedding(config, target, backend))
+        head = DraftHead(arch, source, backend, length, lambda: _shared_embedding(config, target, backend))
         source.release()
         backend.settle()
     return head, files, length
 
 
-def _read(config: EngineConfig, target: LoadedModel) -> tuple[ModelFiles, Eagle3Architecture]:
+def _read(config: EngineConfig, target: LoadedModel) -> tuple[ModelFiles, HeadArchitecture]:
     own = draft_config(config).model
     with within("speculative_config."):
         files = resolve_model(own.model, own.load_format)

@@ -39,7 +39,7 @@ from pagedec.kernels.xformers_kernel import Xformers
 from pagedec.lora import LoraConfig
 from pagedec.models.adapters import LoraSizes
 from pagedec.models.architecture import Architecture
-from pagedec.models.eagle3 import Eagle3
+from pagedec.models.draft_head import DraftHead
 from pagedec.models.hf.hosted_architecture import HostedArchitecture
 from pagedec.models.model import Model
 from pagedec.models.registry import check_adapters, check_ranks, load_architecture, load_model_weights
@@ -249,7 +249,7 @@ def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel |
     known = {"target": _lane_geometry(loaded, pool, kept)}
     if draft is not None and drafts is not None:
         with within("speculative_config."):
-            if isinstance(draft.model, Eagle3):
+            if isinstance(draft.model, DraftHead):
                 draft.model.source = lanes["target"].cache.features
             lanes["draft"] = build_lane(draft, own, drafts, debug, loaded.arch.vocab_size)
         known["draft"] = _lane_geometry(draft, drafts)

@@ -74,7 +74,9 @@ def test_more_than_a_draft_model_s_context(tiny: Tiny, tiny_path: Path) -> None:
 def test_beams_say_which_ways_they_have(tiny: Tiny) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, speculative={"method": "jacobi"})
     message = told(lambda: tiny().generate([REPEATED], params, use_tqdm=False))
-    ways = "must be None, False, or a table of draft_model, lookahead or ngram: the decoder beam does not draft so"
+    ways = (
+        "must be None, False, or a table of draft_model, eagle3, lookahead or ngram: the decoder beam does not draft so"
+    )
     assert message == f"speculative is {{'method': 'jacobi'}}: {ways}"
 
 

@@ -259,7 +259,9 @@ def test_numbers_that_nobody_has_said() -> None:
 
 def test_beams_do_not_draft_so(tiny: Tiny) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, speculative=SUFFIX)
-    with pytest.raises(InvalidArgument, match="a table of draft_model, lookahead or ngram: the decoder beam does not"):
+    with pytest.raises(
+        InvalidArgument, match="a table of draft_model, eagle3, lookahead or ngram: the decoder beam does not"
+    ):
         tiny().generate([PROMPT], params, use_tqdm=False)
     llm = tiny(speculative_config=SUFFIX)
     assert llm.generate([PROMPT], params.clone(speculative=None), use_tqdm=False)[0].finished

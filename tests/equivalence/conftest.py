@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from pagedec.engine.pace import StepPace
 from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.resolve import resolve_model
 from pagedec.lora.request import LoRARequest
-from pagedec.runtime.loading import LoadedModel
+from pagedec.runtime.heads import keep_features
+from pagedec.runtime.loading import LoadedModel, load_draft, load_model, own_backend
 from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import ADAPTERS, Case, Scratch, run
 from tests.equivalence.remote import LOAD, VOCABULARY, weights_of
 from tests.formats.lora_files import write_lora
+from tests.models.draft_heads import Head
 
 # Small enough for torch, with the first tokens of the default model's vocabulary, so that the same prompts serve.
 TINY = {
@@ -97,6 +100,25 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     return weights_of(EngineConfig.from_kwargs(max_model_len=1024, **arguments(kind)))
 
 
+@lru_cache(maxsize=len(KINDS))
+def head_table(kind: str) -> dict[str, Any]:
+    """An EAGLE-3 head of random weights for a tiny model: it drafts a third of the vocabulary."""
+    own = {"eos_token_id": None, "max_position_embeddings": 1024, **TINY_KINDS[kind]}
+    head = Head(SimpleNamespace(**own), (2, 2, 1), torch.arange(0, VOCABULARY, 3))
+    path = head.write(Path(tempfile.mkdtemp(prefix="pagedec-head-")))
+    return {"method": "eagle3", "model": str(path), "num_speculative_tokens": 3}
+
+
+@lru_cache(maxsize=len(KINDS))
+def headed(kind: str) -> tuple[LoadedModel, LoadedModel | None]:
+    """A model that keeps its stream, and a head for it."""
+    given = {"max_model_len": 1024, **arguments(kind), "speculative_config": head_table(kind)}
+    config = EngineConfig.from_kwargs(**given)
+    loaded = load_model(config.model, own_backend(config), lora=config.lora)
+    keep_features(config, loaded)
+    return loaded, load_draft(config, loaded)
+
+
 @lru_cache(maxsize=1)
 def adapters() -> list[str]:
     """Two of the tiny model, of all its linear layers."""
@@ -147,9 +169,13 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make_engine(kind: str, num_blocks: int = 256, **changes: Any) -> Engine:
-    loaded, draft = weights(kind)
-    config = EngineConfig.from_kwargs(num_blocks=num_blocks, **({"max_model_len": 1024} | arguments(kind) | changes))
+def make_engine(kind: str, num_blocks: int = 256, has_head: bool = False, **changes: Any) -> Engine:
+    """One that drafts by a draft model where requests say so, or by a head."""
+    loaded, draft = headed(kind) if has_head else weights(kind)
+    given = {"max_model_len": 1024} | arguments(kind) | changes
+    if has_head and given.get("executor") == "process":
+        given["speculative_config"] = head_table(kind)
+    config = EngineConfig.from_kwargs(num_blocks=num_blocks, **given)
     if config.parallel.executor == "process":
         executor = ProcessExecutor(config, LOAD)
         return build_engine(config, executor, tuple(loaded.arch.eos_token_ids), vocabulary())

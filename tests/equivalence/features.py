@@ -155,6 +155,7 @@ DECODERS: dict[str, Any] = {
     "lookahead": drafting(method="lookahead", window_size=4, ngram_size=3, num_guesses=4, pool_from_prompt=True),
     "Jacobi": drafting(method="jacobi", num_speculative_tokens=6),
     "draft model": drafting(method="draft_model", num_speculative_tokens=3),
+    "EAGLE-3": drafting(method="eagle3", num_speculative_tokens=3),
     "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "beam search": BeamSearchParams(beam_width=3, max_tokens=8, seed=0),
     "beam groups": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=8, seed=0),
@@ -162,6 +163,7 @@ DECODERS: dict[str, Any] = {
     "beams, n-gram": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "ngram"}),
     "beams, lookahead": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "lookahead"}),
     "beams, draft model": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "draft_model"}),
+    "beams, EAGLE-3": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "eagle3"}),
 }
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
@@ -172,6 +174,11 @@ REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "rules and reports, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
 }
 """Each with the error that it gives, and why."""
+
+
+def has_head(params: Any) -> bool:
+    """Whether it drafts by a head, and so wants an engine with one."""
+    return (getattr(params, "speculative", None) or {}).get("method") == "eagle3"
 
 
 def with_features(params: Any, changes: dict[str, Any]) -> Any:

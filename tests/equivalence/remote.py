@@ -11,7 +11,9 @@ from pagedec.config import EngineConfig
 from pagedec.formats.resolve import resolve_model
 from pagedec.formats.source import WeightSource
 from pagedec.models.registry import build_model, load_architecture, open_model_weights
+from pagedec.runtime import loading
 from pagedec.runtime.follower import Follower
+from pagedec.runtime.heads import names_head
 from pagedec.runtime.loading import (
     LoadedModel,
     Ranks,
@@ -76,7 +78,10 @@ def first_layers(config: EngineConfig, loaded: LoadedModel, num_layers: int) -> 
 
 
 def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
-    """Both as the lanes of a worker; of several ranks, the first has the draft model."""
+    """Both as the lanes of a worker; of several ranks, the first has the draft model. A head is what the configuration
+    names."""
+    if names_head(config):
+        return loading.load_worker(config, ranks)
     if ranks.world == 1:
         return build_worker(config, *weights_of(config))
     config, backend = join(config, ranks)

@@ -20,6 +20,7 @@ from tests.equivalence.features import (
     REFUSED,
     Feature,
     alone,
+    has_head,
     in_engine,
     page,
     table_markdown,
@@ -55,7 +56,7 @@ def test_cell(decoder: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> No
             with_features(DECODERS[decoder], wanted.params or {})
         return
     params = with_features(DECODERS[decoder], wanted.params or {})
-    engine = make_engine(wanted.kind, **(wanted.engine or {}))
+    engine = make_engine(wanted.kind, has_head=has_head(params), **(wanted.engine or {}))
     if feature.startswith("kv_cache_dtype"):
         assert feature == f"kv_cache_dtype {engine.executor.geometry.kv_cache_dtype}"
     got = in_engine(engine, wanted, params)
@@ -74,7 +75,10 @@ def check_cut(got: FinishedRequest, params: Any) -> None:
     """What its time cuts short is a beginning of what there is without; of beams, the best so far as they are alone."""
     assert {answer.limited_by for answer in got.answers} == {"max_time"}
     if isinstance(params, BeamSearchParams):
-        assert got.answers == in_engine(make_engine("tiny"), Feature(counts_steps=True), params).answers
+        assert (
+            got.answers
+            == in_engine(make_engine("tiny", has_head=has_head(params)), Feature(counts_steps=True), params).answers
+        )
         assert all(0 < len(answer.token_ids) < params.max_tokens for answer in got.answers)
         return
     for answer, whole in zip(got.answers, alone(replace(params, max_time=None)).answers, strict=True):

@@ -19,7 +19,7 @@ from pagedec.core.plan import StepPlan
 from pagedec.core.scheduler import Scheduler
 from pagedec.kernels.library import available_isas
 from tests.models.checkpoints import VOCAB, Checkpoint, make_checkpoint, variant
-from tests.models.eagle_heads import LAYERS, Head
+from tests.models.draft_heads import LAYERS, Head
 
 PROMPTS = [[5, 17, 40, 99, 3], [77, 1, 1, 130], list(range(20, 60)), [9], [3, 4], [(i * 7) % 130 for i in range(70)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

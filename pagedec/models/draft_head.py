@@ -44,7 +44,7 @@ RENAMED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Architecture(Architecture):
+class HeadArchitecture(Architecture):
     """A head: `vocab_size` is the target's. It reads the target's stream at `feature_layers`, and draws of
     `draft_vocab_size` tokens. `norm_before_residual`: the residual stream begins with g normed."""
 
@@ -73,7 +73,7 @@ class Eagle3Architecture(Architecture):
         return self.embedding_name(), PLACES
 
 
-def read_head(files: ModelFiles, target: Architecture) -> Eagle3Architecture:
+def read_head(files: ModelFiles, target: Architecture) -> HeadArchitecture:
     """Return the head that a config.json describes. Raises `InvalidArgument` for what is none, or none of the
     target's."""
     if files.config is None or files.config.suffix == ".gguf":
@@ -86,7 +86,7 @@ def read_head(files: ModelFiles, target: Architecture) -> Eagle3Architecture:
     return head_of(config, target)
 
 
-def head_of(config: Mapping[str, Any], target: Architecture) -> Eagle3Architecture:
+def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture:
     """The same of its values. Those of the layer may stand in an object of their own, `transformer_layer_config`."""
     inner = config.get("transformer_layer_config", {})
     if not isinstance(inner, Mapping):
@@ -120,13 +120,13 @@ def head_of(config: Mapping[str, Any], target: Architecture) -> Eagle3Architectu
     for layer in layers:
         if not is_int(layer) or layer not in known:
             raise InvalidArgument(LAYERS, layer, f"must be from 0 to {known[-1]}, layers of the target")
-    return Eagle3Architecture(
+    return HeadArchitecture(
         "eagle3", **fields, attention_bias=bias, renamed=RENAMED, feature_layers=tuple(layers),
         target_hidden_size=hidden, draft_vocab_size=drafts, norm_before_residual=before,
     )  # fmt: skip
 
 
-def open_head(arch: Eagle3Architecture, files: ModelFiles, backend: Backend, seed: int) -> WeightSource:
+def open_head(arch: HeadArchitecture, files: ModelFiles, backend: Backend, seed: int) -> WeightSource:
     """Open a head's weights; raise ModelFileError where the files hold others."""
     source = open_weights(
         files,
@@ -146,7 +146,7 @@ def open_head(arch: Eagle3Architecture, files: ModelFiles, backend: Backend, see
     return source
 
 
-def token_places(arch: Eagle3Architecture, source: WeightSource) -> torch.Tensor | None:
+def token_places(arch: HeadArchitecture, source: WeightSource) -> torch.Tensor | None:
     """For each token of the vocabulary its row of the output matrix, -1: it is not drafted. int32 [vocab]; None: each
     has its own. `d2t` [draft_vocab] is how far row i's token lies behind i; without one, rows are the first tokens,
     as those of made-up weights. Raises ModelFileError for what names no token, or one twice."""
@@ -167,14 +167,14 @@ def token_places(arch: Eagle3Architecture, source: WeightSource) -> torch.Tensor
     return places
 
 
-class Eagle3(Transformer):
+class DraftHead(Transformer):
     """A head's weights, and how its forward is recorded. `shared` gives the target's embedding, as it was placed."""
 
     lag = 1
 
     def __init__(
         self,
-        arch: Eagle3Architecture,
+        arch: HeadArchitecture,
         source: WeightSource,
         backend: Backend,
         max_position: int,
