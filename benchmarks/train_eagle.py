@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from train_draft import BATCH, NUM_COMMON, SHARE_OF_OUTPUTS, STATE, TOKENS, load_default, read_passages, write_outputs
+from train_draft import NUM_COMMON, SHARE_OF_OUTPUTS, STATE, TOKENS, load_default, read_passages, write_outputs
 
-STEPS, FADING = 5, 0.8
-"""Unrolled steps, and how much less each counts than the one before."""
-HELD_OUT = 4
+STEPS, FADING, BATCH = 3, 0.8, 4
+"""Unrolled steps, how much less each counts than the one before, and sequences of a batch."""
+HELD_OUT = 8
 """Batches that nothing is learned from."""
 SECONDS_BETWEEN = 240
 
@@ -217,7 +217,7 @@ def learn(given: argparse.Namespace, seconds: float, deadline: float) -> bool:
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         steps, spent = steps + 1, spent + time.monotonic() - began
-        if time.monotonic() - shown > SECONDS_BETWEEN or steps == 20:
+        if time.monotonic() - shown > SECONDS_BETWEEN or steps == 50:
             tell()
             shown = time.monotonic()
     tell()
@@ -233,8 +233,8 @@ def main() -> None:
     parser.add_argument(
         "--at-once", type=float, default=math.inf, help="most minutes of this run; the next one goes on"
     )
-    parser.add_argument("--sequences", type=int, default=2000, help="answers to learn from, at most")
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--sequences", type=int, default=800, help="answers to learn from, at most")
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--passages", type=Path, help="a text, for questions about pieces of it")
     given = parser.parse_args()
     began, seconds = time.monotonic(), 60 * given.minutes

@@ -93,16 +93,17 @@ def test_rolls_are_those_of_plain_torch(
     kind: str, backend: str, target: Checkpoint, make: Callable[..., LLM], rolled: Rolled, tmp_path: Path
 ) -> None:
     """In chunks of 19, several beside one another and one of them behind a cached prefix, over blocks of 16."""
-    head = KINDS[kind](target)
+    head, is_slow = KINDS[kind](target), backend == "reference"
+    prompts, params = (PROMPTS[:2], GREEDY.clone(max_tokens=8)) if is_slow else (PROMPTS, GREEDY)
     llm = make(head.write(tmp_path), attention_backend=backend, max_num_batched_tokens=19 + 24)
-    want = tokens_of(llm, GREEDY.clone(speculative=False))
+    want = tokens_of(llm, params.clone(speculative=False), prompts)
     for _ in range(2):
-        assert tokens_of(llm, GREEDY) == want
-    assert len(rolled) > 60 and {len(chain) for chain in rolled.values()} >= {4}
-    for text, chain in list(rolled.items())[::3]:
+        assert tokens_of(llm, params, prompts) == want
+    least = 8 if is_slow else 60
+    assert len(rolled) > least and max(map(len, rolled.values())) == 4
+    for text, chain in list(rolled.items())[:: 3 if is_slow else 7]:
         assert head.roll(target.model, text, len(chain)) == chain
-    counts = llm.engine.stats.drafts["eagle3"]
-    assert counts.num_drafts > 60 and llm.engine.stats.num_failed_steps == 0
+    assert llm.engine.stats.drafts["eagle3"].num_drafts > least and llm.engine.stats.num_failed_steps == 0
 
 
 @pytest.mark.parametrize("verify", ["coupling", "rejection"])
