@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.config import EngineConfig
@@ -26,6 +26,7 @@ from tests.engine.test_rolls import asked, compare
 from tests.engine.test_speculation import drafted_by
 from tests.kernels import cuda_library
 from tests.models.checkpoints import GRANITE, make_checkpoint, variant
+from tests.models.draft_heads import Head
 
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -147,6 +148,24 @@ def test_chains_of_drafts(device: Tiny, tiny_path: Path, monkeypatch: pytest.Mon
     prompts = [[5 + i % 100, 9, i % 131] for i in range(num)]
     llm.generate(prompts, [replace(asked(i), max_tokens=3 + i % 4) for i in range(num)], use_tqdm=False)
     assert max(seen) == num and llm.engine.stats.num_failed_steps == 0
+
+
+def test_chains_of_a_head(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same of a head that reads the target's stream, over blocks that go to the host and come back."""
+    monkeypatch.setenv("PAGEDEC_DEBUG", "1")
+    head = Head(AutoConfig.from_pretrained(tiny_path), (1, 0, 1), torch.arange(0, 131, 2)).write(tmp_path)
+    table = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    llm = device(num_blocks=16, max_num_batched_tokens=40, kv_offload_memory="1MiB", speculative_config=table)
+    seen, params = compare(llm, monkeypatch), []
+    for i in range(6):
+        way = {"method": "eagle3", "num_speculative_tokens": 1 + i % 4, "verify": ("coupling", "rejection")[i % 2]}
+        rules = {"repetition_penalty": 1.3} if i % 3 == 0 else {}
+        params.append(SamplingParams(temperature=i % 2, seed=i, max_tokens=9, speculative=way, **rules))
+    given = [*prompts(), [7], [7, 8]]
+    got = [out.outputs[0].token_ids for out in llm.generate(given, params, use_tqdm=False)]
+    plain = [replace(own, speculative=False) for own in params]
+    want = [out.outputs[0].token_ids for out in llm.generate(given, plain, use_tqdm=False)]
+    assert got[::2] == want[::2] and max(seen) > 1 and llm.engine.stats.num_failed_steps == 0
 
 
 def test_what_drafts_were_drawn_from_is_there(device: Tiny, tiny: Tiny, tiny_path: Path) -> None:

@@ -323,6 +323,17 @@ def test_targets_that_keep_no_stream(target: Checkpoint, tmp_path: Path) -> None
         LLM(str(gpt2.path), skip_tokenizer_init=True, speculative_config=table)
 
 
+@pytest.mark.parametrize("form", ["int8", "int8_weight_only", "int4"])
+@pytest.mark.parametrize("whose", ["head", "target", "both"])
+def test_quantised(form: str, whose: str, target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """The head's weights, the target's, or both: answers are the target's without a head."""
+    table = {"quantization": form} if whose != "target" else {}
+    arguments = {"quantization": form} if whose != "head" else {}
+    llm = make(head_of(target, 2).write(tmp_path), table, dtype="bfloat16", **arguments)
+    assert tokens_of(llm, GREEDY) == tokens_of(llm, GREEDY.clone(speculative=False))
+    assert llm.engine.stats.drafts["eagle3"].num_drafts > 20
+
+
 def test_made_up_weights(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
     """A configuration alone, for timing: it drafts the first tokens."""
     path = head_of(target, 3).write(tmp_path)
