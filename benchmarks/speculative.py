@@ -2,7 +2,7 @@
 
     python benchmarks/speculative.py questions.jsonl [--methods ngram suffix lookahead jacobi] [--batch 1 8 32]
         [--categories rag summarization agent] [--prompts 8] [--max-tokens 128] [--rounds 5] [--sampled]
-        [--draft-model PATH] [--widths] [--changing]
+        [--draft-model PATH | --head PATH] [--widths] [--changing]
 
 The file has a line for each question, with its "category" and its "turns", of which the first is asked through the
 model's chat template. A method is a name, or a table such as '{"method": "ngram", "num_candidates": 3}'. One run gives
@@ -42,6 +42,7 @@ WIDTHS: dict[str, list[dict[str, Any]]] = {
     ],
     "jacobi": [{"num_speculative_tokens": 4}, {"num_speculative_tokens": 8}],
     "draft_model": [{"num_speculative_tokens": size} for size in (2, 4, 7, 14)],
+    "eagle3": [{"num_speculative_tokens": size} for size in (1, 2, 4, 7)],
 }
 """Fixed widths that a method is measured against."""
 AGENT = "agent"
@@ -85,6 +86,8 @@ class Contest:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         draft = None if arguments.draft_model is None else {"model": arguments.draft_model}
+        if arguments.head is not None:
+            draft = {"method": "eagle3", "model": arguments.head}
         self.llm = LLM(
             enable_prefix_caching=False,
             max_num_seqs=64,
@@ -221,6 +224,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sampled", action="store_true", help="seeded sampling at 0.7 besides greedy decoding")
     parser.add_argument("--draft-model", help="for the method draft_model")
+    parser.add_argument("--head", help="for the method eagle3")
     parser.add_argument("--widths", action="store_true", help="each method's fixed widths beside it")
     parser.add_argument("--changing", action="store_true", help="seven of eight answers end early")
     parser.add_argument("--quantization", choices=["int8"])
