@@ -67,7 +67,8 @@ def _shared_embedding(config: EngineConfig, target: LoadedModel, backend: Backen
     model = target.model
     if isinstance(model, Transformer) and model.backend.link is None and model.backend.dtype == backend.dtype:
         return model.embedding
-    source = open_model_weights(target.arch, target.files, backend.dtype, config.model.seed)
+    form = model.backend.quantization
+    source = open_model_weights(target.arch, target.files, backend.dtype, config.model.seed, form)
     embedding = load_vocabulary(source, target.arch.embedding_name(), backend)
     placed = place_embedding(backend, embedding)
     source.release()

@@ -222,13 +222,23 @@ def test_names_that_files_may_have(
         ("b", "model.", "layers.0", {"architectures": ["Eagle3LlamaForCausalLM"]}),
         ("c", "", "layers.0", {"eagle_config": {LAYERS: [2, 3, 3]}, LAYERS: None, "target_hidden_size": None}),
         ("d", "", "midlayer", {LAYERS: None}),
+        ("e", "", "layers.0", {"architectures": ["Eagle3Speculator"], LAYERS: [2, 3, 3]}),
     ):
         rolled.clear()
-        tokens_of(make(head.write(tmp_path / place, prefix, layer, **changes)), GREEDY)
+        path = head.write(tmp_path / place, prefix, layer, **changes)
+        if place == "e":  # the layer's fields in an object of their own
+            config = json.loads((path / "config.json").read_text())
+            own = {name: config.pop(name) for name in [*config] if name in LAYER_FIELDS}
+            (path / "config.json").write_text(json.dumps({**config, "transformer_layer_config": own}))
+        tokens_of(make(path), GREEDY)
         found.append(dict(rolled))
-    assert found[0] == found[1] == found[2] == found[3], "the default layers of six are 2, 3 and 3"
+    assert all(own == found[0] for own in found), "the default layers of six are 2, 3 and 3"
 
 
+LAYER_FIELDS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "num_key_value_heads", "intermediate_size",
+    "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "hidden_act",
+)  # fmt: skip
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 2}, "speculative_config.num_hidden_layers is 2: must be 1: a head is one layer"),
     "hidden": ({"target_hidden_size": 32}, "speculative_config.target_hidden_size is 32: must be 64, the target's"),
@@ -332,6 +342,16 @@ def test_quantised(form: str, whose: str, target: Checkpoint, make: Callable[...
     llm = make(head_of(target, 2).write(tmp_path), table, dtype="bfloat16", **arguments)
     assert tokens_of(llm, GREEDY) == tokens_of(llm, GREEDY.clone(speculative=False))
     assert llm.engine.stats.drafts["eagle3"].num_drafts > 20
+
+
+def test_a_head_in_other_numbers(target: Checkpoint, make: Callable[..., LLM], rolled: Rolled, tmp_path: Path) -> None:
+    """Its own dtype, and so an embedding of its own; features are rounded to the target's."""
+    head = head_of(target, 2)
+    llm = make(head.write(tmp_path), {"dtype": "bfloat16"})
+    assert tokens_of(llm, GREEDY) == tokens_of(llm, GREEDY.clone(speculative=False))
+    texts = list(rolled.items())[::4]
+    alike = [head.roll(target.model, text, 1)[0] == chain[0] for text, chain in texts]
+    assert sum(alike) >= 0.8 * len(alike) > 8, "what rounding alone may change"
 
 
 def test_made_up_weights(target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
