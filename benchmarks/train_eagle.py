@@ -3,11 +3,14 @@
     python benchmarks/train_eagle.py DIR --minutes 30 [--passages TEXT]
     python benchmarks/train_eagle.py DIR --minutes 30 --at-once 4      # again and again, until it says that it is done
 
-The model writes questions to itself and answers them (`train_draft.py`). The head learns to give its distribution of
-the answers' tokens, from its stream at three layers and, in unrolled steps, from its own outputs in their place, with
-the attention that a chain has (training-time test: Li et al. 2025). DIR is a head's directory afterwards, for
-`LLM(speculative_config={"method": "eagle3", "model": DIR})`. Printed is, on answers that were held out, how often the
-head's most probable token is the model's, by its place in a chain whose tokens are the text's.
+First the model writes questions to itself, and answers them (`train_draft.py`). Then a head learns to give its
+distribution of each text's tokens: from the model's stream at three layers and, in unrolled steps that grow in number,
+from its own outputs in place of the stream, with the attention that a chain has (training-time test; Li et al. 2025).
+DIR is a head's directory afterwards, from its first minute of learning on, for
+`LLM(speculative_config={"method": "eagle3", "model": DIR})`.
+
+Printed is, for answers that were held out, how often the head's most probable token is the model's at each place of a
+chain whose tokens before were the text's, and how many tokens of such a chain that comes to.
 """
 
 from __future__ import annotations
@@ -17,212 +20,281 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from train_draft import NUM_COMMON, SHARE_OF_OUTPUTS, STATE, TOKENS, load_default, read_passages, write_outputs
+from train_draft import (
+    LONGEST,
+    NUM_COMMON,
+    SHARE_OF_OUTPUTS,
+    STATE,
+    TOKENS,
+    Outputs,
+    load_default,
+    read_passages,
+    write_outputs,
+)
 
-STEPS, FADING, BATCH = 3, 0.8, 4
-"""Unrolled steps, how much less each counts than the one before, and sequences of a batch."""
-HELD_OUT = 8
-"""Batches that nothing is learned from."""
-SECONDS_BETWEEN = 240
+BATCH = 4
+NUM_KEPT = 32
+"""Tokens of a distribution that are learned, the most probable ones."""
+UNROLLED = ((0.0, 1), (0.4, 2), (0.6, 3), (0.75, 4))
+"""From which share of the time on there are how many steps: early on the first one alone is worth its time."""
+FADING = 0.8
+"""How much less each step counts than the one before."""
+PLACES = 5
+HELD_OUT = 32
+"""Answers that nothing is learned from."""
+SECONDS_BETWEEN = 120
+"""Between two times that the head is written."""
+FEATURES = "features.pt"
+INPUT_NORM = "midlayer.input_layernorm"
 
 
 class Lesson(NamedTuple):
-    """A batch: tokens [b, n]; features [b, n, 3 * hidden] and the last state [b, n, hidden] of the target in bf16;
-    whether the token behind is an answer's [b, n]."""
+    """Sequences [b, n] beside one another: what the target makes of them, and what is drafted of its distributions
+    behind each token."""
 
     tokens: torch.Tensor
+    """int64 [b, n]."""
     features: torch.Tensor
-    states: torch.Tensor
-    counts: torch.Tensor
+    """bf16 [b, n, 3 * hidden]."""
+    ids: torch.Tensor
+    """Most probable ones of the tokens that are drafted, int16 [b, n, NUM_KEPT]: rows of the head's output matrix."""
+    shares: torch.Tensor
+    """Their probabilities, fp16 [b, n, NUM_KEPT]."""
+    answers: torch.Tensor
+    """1 where the token behind is an answer's, 0 where it is a question's, -1 where there is none: int8 [b, n]."""
 
 
-class Norm(nn.Module):
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(weight.clone()), eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
-
-
+# ---- the head
 class Head(nn.Module):
-    """The head, which begins as what the target has: its last layer, which reads the embedding through its first."""
+    """The head of one layer, which begins as the target's last one. Its output matrix is the target's, as it is."""
 
-    def __init__(self, target: nn.Module, common: torch.Tensor) -> None:
+    def __init__(self, target: Any, common: torch.Tensor) -> None:
         super().__init__()
-        config, model = target.config, target.model
-        first, last, hidden = model.layers[0], model.layers[-1], config.hidden_size
-        self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
-        self.dim, self.theta, eps = hidden // self.num_heads, config.rope_parameters["rope_theta"], config.rms_norm_eps
-        self.fc = nn.Parameter(torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], dim=1))
-        for name in "qkv":
-            parts = [getattr(layer.self_attn, f"{name}_proj").weight for layer in (first, last)]
-            setattr(self, name, nn.Parameter(torch.cat(parts, dim=1)))
-        self.o, self.gate = (nn.Parameter(own.weight.clone()) for own in (last.self_attn.o_proj, last.mlp.gate_proj))
-        self.up, self.down = (nn.Parameter(own.weight.clone()) for own in (last.mlp.up_proj, last.mlp.down_proj))
-        self.input_norm, self.hidden_norm = (Norm(own.input_layernorm.weight, eps) for own in (first, last))
-        self.mlp_norm, self.norm = Norm(last.post_attention_layernorm.weight, eps), Norm(model.norm.weight, eps)
-        self.lm_head = nn.Parameter(model.embed_tokens.weight[common].clone())
+        self.config = c = target.config
+        last, hidden = target.model.layers[-1], c.hidden_size
+        self.dim = c.head_dim
+        weights = {f"midlayer.{name}": weight.clone() for name, weight in last.state_dict().items()}
+        for name in ("q", "k", "v"):
+            own = weights[f"midlayer.self_attn.{name}_proj.weight"]
+            weights[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat([torch.randn_like(own) * 0.02, own], dim=1)
+        weights["midlayer.hidden_norm.weight"] = weights[f"{INPUT_NORM}.weight"]
+        weights[f"{INPUT_NORM}.weight"] = torch.ones(hidden)
+        weights["norm.weight"] = target.model.norm.weight.clone()
+        weights["fc.weight"] = torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], dim=1)
+        self.weights = nn.ParameterDict({_key(name): nn.Parameter(own) for name, own in weights.items()})
+        self.register_buffer("output", target.model.embed_tokens.weight[common].clone(), persistent=False)
+        frequencies = c.rope_parameters["rope_theta"] ** (-torch.arange(0, self.dim, 2) / self.dim)
+        angles = torch.arange(LONGEST)[:, None] * frequencies
+        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
 
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """x [b, heads, n, dim] at positions 0, 1, ..."""
-        frequencies = self.theta ** (-torch.arange(0, self.dim, 2).float() / self.dim)
-        angles = torch.arange(x.shape[2]).float()[:, None] * frequencies
-        cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-        left, right = x.float().chunk(2, dim=-1)
-        return (x * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By their names in files."""
+        return {name.replace("/", "."): weight.detach() for name, weight in self.weights.items()}
 
-    def step(
-        self, g: torch.Tensor, embedded: torch.Tensor, chain: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
-        """Rows [b, n, hidden] that go on with chains: `chain` has the keys and values [b, heads, n, dim] of the steps
-        before, to which its own are added. Row i of the s-th step sees pairs up to i - s, and its own chain behind."""
-        x = torch.cat([self.input_norm(embedded), self.hidden_norm(g)], dim=-1)
-        q, k, v = (functional.linear(x, getattr(self, name)).unflatten(-1, (-1, self.dim)) for name in "qkv")
-        q, k, v = self._turned(q.transpose(1, 2)), self._turned(k.transpose(1, 2)), v.transpose(1, 2)
-        times = self.num_heads // self.num_kv
-        chain.append((k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)))
-        n, s = g.shape[1], len(chain) - 1
-        mask = torch.ones(n, n, dtype=torch.bool).tril(-s)
-        scores = [(q @ chain[0][0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)]
-        shifted = [(_shift(own[0], s - t), _shift(own[1], s - t)) for t, own in enumerate(chain) if t]
-        scores += [(q * key).float().sum(-1, keepdim=True) for key, _ in shifted]
-        weights = (torch.cat(scores, dim=-1) / self.dim**0.5).softmax(-1).nan_to_num(0).to(v.dtype)
-        seen = weights[..., :n] @ chain[0][1]
-        for place, (_, value) in enumerate(shifted):
-            seen = seen + weights[..., n + place, None] * value
-        stream = g + functional.linear(seen.transpose(1, 2).flatten(-2), self.o)
-        y = self.mlp_norm(stream)
-        return stream + functional.linear(
-            functional.silu(functional.linear(y, self.gate)) * functional.linear(y, self.up), self.down
-        )
-
-    def unrolled(self, lesson: Lesson, embedding: torch.Tensor) -> list[torch.Tensor]:
-        """What the rows of each step come to, normed: [b, n - 1, hidden]; row i is of token i + 1."""
-        embedded, chain = embedding[lesson.tokens[:, 1:]], list[tuple[torch.Tensor, torch.Tensor]]()
-        g, outs = functional.linear(lesson.features[:, :-1], self.fc), list[torch.Tensor]()
-        for _ in range(STEPS):
-            x = self.step(g, embedded, chain)
-            outs.append(self.norm(x))
-            g = functional.pad(x[:, :-1], (0, 0, 1, 0))
+    def unrolled(self, features: torch.Tensor, embedded: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        """What the rows of each step come to, normed: [b, n, hidden]. A row of the first step is of a token's features
+        and of the embedding of the one behind; row i of step s is the s-th behind the pairs up to i - s."""
+        g, outs, embedded = self._linear("fc", features), list[torch.Tensor](), self._norm(INPUT_NORM, embedded)
+        keys, values = list[torch.Tensor](), list[torch.Tensor]()
+        for _ in range(steps):
+            h = torch.cat([embedded, self._norm("midlayer.hidden_norm", g)], dim=-1)
+            x = g + self._linear("midlayer.self_attn.o_proj", self._attention(h, keys, values))
+            y = self._norm("midlayer.post_attention_layernorm", x)
+            gated = functional.silu(self._linear("midlayer.mlp.gate_proj", y)) * self._linear("midlayer.mlp.up_proj", y)
+            x = x + self._linear("midlayer.mlp.down_proj", gated)
+            outs.append(self._norm("norm", x))
+            g = functional.pad(x[:, :-1], (0, 0, 1, 0))  # the next step's rows go on with those before them
         return outs
 
-    def write(self, directory: Path, target: nn.Module, common: torch.Tensor, layers: list[int]) -> None:
-        """A head's files, as they are published."""
-        c = target.config
-        values = {
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-            "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "rms_norm_eps": c.rms_norm_eps,
-            "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv, "rope_theta": self.theta,
-            "max_position_embeddings": c.max_position_embeddings, "vocab_size": c.vocab_size, "hidden_act": "silu",
-            "draft_vocab_size": len(common), "eagle_aux_hidden_state_layer_ids": layers,
-        }  # fmt: skip
-        (directory / "config.json").write_text(json.dumps(values, indent=1))
-        names = {
-            "fc": self.fc, "lm_head": self.lm_head, "norm": self.norm.weight, "midlayer.self_attn.o_proj": self.o,
-            "midlayer.mlp.gate_proj": self.gate, "midlayer.mlp.up_proj": self.up, "midlayer.mlp.down_proj": self.down,
-            "midlayer.input_layernorm": self.input_norm.weight, "midlayer.hidden_norm": self.hidden_norm.weight,
-            "midlayer.post_attention_layernorm": self.mlp_norm.weight,
-            **{f"midlayer.self_attn.{name}_proj": getattr(self, name) for name in "qkv"},
-        }  # fmt: skip
-        tensors = {f"{name}.weight": weight.detach().bfloat16().contiguous() for name, weight in names.items()}
-        save_file({**tensors, "d2t": common - torch.arange(len(common))}, directory / "model.safetensors")
+    def _attention(self, h: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+        """Add the step's keys and values, and let its rows see all pairs that were true, and their own chain."""
+        n, step = h.shape[1], len(keys)
+        q, k, v = (
+            self._linear(f"midlayer.self_attn.{name}_proj", h).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+            for name in "qkv"
+        )
+        times = q.shape[1] // k.shape[1]
+        keys.append(self._turned(k).repeat_interleave(times, 1))
+        values.append(v.repeat_interleave(times, 1))
+        behind = torch.arange(n)[:, None] - torch.arange(n)
+        mask = torch.cat([behind >= step, *(behind == step - own for own in range(1, step + 1))], dim=1)
+        q, v = self._turned(q), torch.cat(values, dim=2)
+        mixed = functional.scaled_dot_product_attention(q, torch.cat(keys, dim=2), v, attn_mask=mask)
+        return mixed.transpose(1, 2).flatten(-2)
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[2]
+        left, right = x.chunk(2, dim=-1)
+        return (x * self.cos[:n] + torch.cat([-right, left], dim=-1) * self.sin[:n]).to(x.dtype)
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weights[_key(f"{name}.weight")]
+        return functional.rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weights[_key(f"{name}.weight")])
 
 
-def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Row i has what row i - `by` had: [b, heads, n, dim]."""
-    return functional.pad(x[:, :, : x.shape[2] - by], (0, 0, by, 0)) if by else x
+def _key(name: str) -> str:
+    """A parameter's name has no dots."""
+    return name.replace(".", "/")
+
+
+def write(head: Head, directory: Path, common: torch.Tensor, layers: list[int]) -> None:
+    """A head's files, as they are published."""
+    c = head.config
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "hidden_act": "silu",
+        "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": head.dim, "rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope_parameters["rope_theta"],
+        "max_position_embeddings": c.max_position_embeddings, "vocab_size": c.vocab_size,
+        "draft_vocab_size": len(common), "target_hidden_size": c.hidden_size, "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": layers, "tie_word_embeddings": False,
+    }  # fmt: skip
+    tensors = {name: weight.bfloat16() for name, weight in head.tensors().items()}
+    tensors |= {"lm_head.weight": head.output.bfloat16(), "d2t": common - torch.arange(len(common))}
+    tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill(0, common, True)
+    unfinished = directory / "model.safetensors.unfinished"
+    save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished, {"format": "pt"})
+    unfinished.rename(directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(values, indent=2))
+
+
+# ---- what it learns from
+class Lessons:
+    """Batches of sequences about as long, with what the target makes of them, worked out once."""
+
+    def __init__(self, target: Any, outputs: Outputs, common: torch.Tensor, layers: list[int]) -> None:
+        self._target, self._common, self.layers = target, common, layers
+        ordered = sorted(outputs, key=lambda output: len(output[0]))
+        self._batches = [ordered[i : i + BATCH] for i in range(0, len(ordered), BATCH)]
+        self._order: list[int] = []
+        self.known: dict[int, Lesson] = {}
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def next(self) -> Lesson:
+        self._order = self._order or torch.randperm(len(self)).tolist()
+        return self[self._order.pop()]
+
+    @torch.no_grad()
+    def __getitem__(self, number: int) -> Lesson:
+        if number not in self.known:
+            self.known[number] = self._found(self._batches[number])
+        return self.known[number]
+
+    def _found(self, batch: Outputs) -> Lesson:
+        shape = len(batch), max(len(sequence) for sequence, _ in batch)
+        tokens, answers = torch.zeros(shape, dtype=torch.long), torch.full(shape, -1, dtype=torch.int8)
+        for i, (sequence, first) in enumerate(batch):
+            tokens[i, : len(sequence)] = torch.tensor(sequence)
+            answers[i, : first - 1], answers[i, first - 1 : len(sequence) - 1] = 0, 1
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self._target.model(tokens, output_hidden_states=True, use_cache=False)
+            logits = functional.linear(out.last_hidden_state, self._target.model.embed_tokens.weight[self._common])
+        shares, ids = logits.float().softmax(-1).topk(NUM_KEPT)
+        features = torch.cat([out.hidden_states[layer].bfloat16() for layer in self.layers], dim=-1)
+        return Lesson(tokens, features, ids.short(), shares.half(), answers)
+
+
+def loss_of(head: Head, embedding: torch.Tensor, lesson: Lesson, steps: int) -> torch.Tensor:
+    """Divergence from the target's distributions over all steps."""
+    rows = lesson.answers[:, 1:] >= 0
+    rows[:, :steps] = False  # no chain is that long there
+    ids, shares = lesson.ids[:, 1:][rows].long(), lesson.shares[:, 1:][rows].float()
+    total, weight = torch.zeros(()), 0.0
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = head.unrolled(lesson.features[:, :-1], embedding[lesson.tokens[:, 1:]], steps)
+    for step, out in enumerate(outs):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = functional.linear(out[rows], head.output)
+        found = (shares * logits.gather(-1, ids).float()).sum(-1) - shares.sum(-1) * logits.float().logsumexp(-1)
+        total, weight = total - FADING**step * found.mean(), weight + FADING**step
+    return total / weight
 
 
 @torch.no_grad()
-def lesson_of(target: nn.Module, batch: list[tuple[list[int], int]], layers: list[int]) -> Lesson:
-    """What the target makes of some sequences, of which each has an answer from a place on."""
-    length = max(len(sequence) for sequence, _ in batch)
-    tokens, counts = (
-        torch.zeros(len(batch), length, dtype=torch.long),
-        torch.zeros(len(batch), length, dtype=torch.bool),
-    )
-    for i, (sequence, first) in enumerate(batch):
-        tokens[i, : len(sequence)] = torch.tensor(sequence)
-        counts[i, first - 1 : len(sequence) - 1] = True
-    with torch.autocast("cpu", torch.bfloat16):
-        out = target.model(tokens, output_hidden_states=True)
-    features = torch.cat([out.hidden_states[layer].bfloat16() for layer in layers], dim=-1)
-    return Lesson(tokens, features, out.last_hidden_state.bfloat16(), counts)
+def agreement(head: Head, embedding: torch.Tensor, common: torch.Tensor, lessons: Lessons) -> list[float]:
+    """Of answers' tokens, by place in a chain: how often the head's most probable token is the target's, of those that
+    are drafted, where all before it were the text's."""
+    found, alive = [0] * PLACES, [0] * PLACES
+    for number in range(len(lessons)):
+        lesson = lessons[number]
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = head.unrolled(lesson.features[:, :-1], embedding[lesson.tokens[:, 1:]], PLACES)
+        going = lesson.answers[:, 1:-1] == 1
+        going = going[:, : -PLACES + 1].clone()
+        count = going.shape[1]
+        for place, out in enumerate(outs):
+            rows = slice(place, place + count)  # row i + place of this step is of the chain behind row i
+            drafted = functional.linear(out[:, rows].float(), head.output).argmax(-1)
+            best = lesson.ids[:, 1 + place :, 0][:, :count]
+            alive[place] += int(going.sum())
+            found[place] += int((going & (drafted == best)).sum())
+            going = going & (common[drafted] == lesson.tokens[:, 2 + place :][:, :count])
+    return [one / max(1, of) for one, of in zip(found, alive, strict=True)]
 
 
-def losses_of(
-    head: Head, lesson: Lesson, embedding: torch.Tensor, output: torch.Tensor
-) -> tuple[torch.Tensor, list[float]]:
-    """Divergence from the target's distributions over the tokens that are drafted, over all steps; and by step how
-    often both find the same token most probable. `output`: the target's rows of these tokens."""
-    total, alike = torch.zeros(()), list[float]()
-    rows = lesson.counts[:, 1:]
-    wanted = functional.linear(lesson.states[:, 1:][rows], output).float()
-    p, best = wanted.softmax(-1), wanted.argmax(-1)
-    for s, out in enumerate(head.unrolled(lesson, embedding)):
-        logits = functional.linear(out[rows], head.lm_head).float()
-        total = total - FADING**s * (p * logits.log_softmax(-1)).sum(-1).mean()
-        alike.append(float((logits.argmax(-1) == best).float().mean()))
-    return total, alike
-
-
+# ---- learning
 def learn(given: argparse.Namespace, seconds: float, deadline: float) -> bool:
     """Go on with what is in the directory until it is time; whether it is done."""
     target = load_default()
-    outputs = json.loads((given.directory / TOKENS).read_text())[: given.sequences]
+    outputs = json.loads((given.directory / TOKENS).read_text())
+    held, outputs = outputs[-HELD_OUT:], outputs[: min(given.sequences, len(outputs) - HELD_OUT)]
     tokens = torch.tensor([token for sequence, first in outputs for token in sequence[first:]])
     common = torch.bincount(tokens, minlength=target.config.vocab_size).topk(NUM_COMMON).indices.sort().values
-    count = target.config.num_hidden_layers
-    layers, head = [2, count // 2, count - 3], Head(target, common)
-    embedding, output = target.model.embed_tokens.weight.bfloat16(), target.model.embed_tokens.weight[common].bfloat16()
+    count, embedding = target.config.num_hidden_layers, target.model.embed_tokens.weight.bfloat16()
+    layers = [2, count // 2, count - 3]
+    head, lessons, tests = Head(target, common), *(Lessons(target, own, common, layers) for own in (outputs, held))
     optimizer = torch.optim.AdamW(head.parameters(), lr=given.lr, weight_decay=0.0, betas=(0.9, 0.95))
-    path, spent, steps = given.directory / STATE, 0.0, 0
+    path, spent, steps, shown = given.directory / STATE, 0.0, 0, 0.0
     if path.exists():
         state = torch.load(path)
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
         spent, steps = state["spent"], state["steps"]
+        if (given.directory / FEATURES).exists():
+            known = torch.load(given.directory / FEATURES)
+            lessons.known = {number: Lesson(*values) for number, values in known.items()}
     torch.manual_seed(steps)
-    batches = [outputs[i : i + BATCH] for i in range(0, len(outputs), BATCH)]
-    known, order, shown = dict[int, Lesson](), list[int](), time.monotonic()
+    written = time.monotonic()
 
-    def lesson(number: int) -> Lesson:
-        if number not in known:
-            known[number] = lesson_of(target, batches[number], layers)
-        return known[number]
-
-    def tell() -> None:
-        head.write(given.directory, target, common, layers)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            alike = [losses_of(head, lesson(i), embedding, output)[1] for i in range(HELD_OUT)]
-        means = " ".join(f"{sum(own) / HELD_OUT:.3f}" for own in zip(*alike, strict=True))
-        print(f"step {steps}, {spent:.0f} s: the same token at places 1 to {STEPS}: {means}", flush=True)
+    def keep() -> None:
+        write(head, given.directory, common, layers)
+        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "spent": spent, "steps": steps}
+        torch.save(state, path)
+        shares = agreement(head, embedding, common, tests)
+        length = sum(math.prod(shares[: place + 1]) for place in range(PLACES))
+        places = " ".join(f"{share:.3f}" for share in shares)
+        print(f"step {steps}, {spent:.0f} s: loss {shown:.3f}, agreement {places}, {length:.2f} of a chain", flush=True)
 
     while spent < seconds and time.monotonic() < deadline:
         began = time.monotonic()
-        order = order or (torch.randperm(len(batches) - HELD_OUT) + HELD_OUT).tolist()
         for group in optimizer.param_groups:
             group["lr"] = given.lr * min(1.0, (steps + 1) / 20) * 0.5 * (1.02 + math.cos(math.pi * spent / seconds))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = losses_of(head, lesson(order.pop()), embedding, output)
+        unrolled = max(number for share, number in UNROLLED if spent >= share * seconds)
+        loss = loss_of(head, embedding, lessons.next(), unrolled)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         steps, spent = steps + 1, spent + time.monotonic() - began
-        if time.monotonic() - shown > SECONDS_BETWEEN or steps == 50:
-            tell()
-            shown = time.monotonic()
-    tell()
-    state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "spent": spent, "steps": steps}
-    torch.save(state, path)
+        shown = loss.item() if shown == 0 else 0.95 * shown + 0.05 * loss.item()
+        if time.monotonic() - written > SECONDS_BETWEEN:
+            keep()
+            written = time.monotonic()
+    keep()
+    if spent < seconds:
+        torch.save({number: tuple(lesson) for number, lesson in lessons.known.items()}, given.directory / FEATURES)
     return spent >= seconds
 
 
@@ -233,7 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--at-once", type=float, default=math.inf, help="most minutes of this run; the next one goes on"
     )
-    parser.add_argument("--sequences", type=int, default=800, help="answers to learn from, at most")
+    parser.add_argument("--sequences", type=int, default=1200, help="answers to learn from, at most")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--passages", type=Path, help="a text, for questions about pieces of it")
     given = parser.parse_args()
