@@ -186,7 +186,8 @@ def as_stored(arch: Architecture, source: WeightSource) -> Architecture:
     return dataclasses.replace(arch, tie_word_embeddings=False)
 
 
-def _check_heads(arch: Architecture, backend: Backend) -> None:
+def check_head_dim(arch: Architecture, backend: Backend) -> None:
+    """Raise InvalidArgument for heads of attention that the backend's kernels do not attend with."""
     if backend.name != "reference" and (arch.head_dim % 16 or arch.head_dim > 256):
         raise InvalidArgument("head_dim", arch.head_dim, "must be a multiple of 16 up to 256 with compiled kernels")
 
@@ -217,7 +218,7 @@ def build_model(
 
     Raises InvalidArgument for heads that compiled kernels do not attend with.
     """
-    _check_heads(arch, backend)
+    check_head_dim(arch, backend)
     whole, part = arch, None
     if backend.link is not None:
         rank, world = backend.link.rank, backend.link.world
@@ -246,7 +247,7 @@ def load_model_weights(
             limit = "must have a family of our own on a CUDA device: modeling code runs on processors"
             raise InvalidArgument("model", arch.name, limit)
         return load_hosted(arch, files, backend, max_position, seed)
-    _check_heads(arch, backend)  # before a GGUF file is converted
+    check_head_dim(arch, backend)  # before a GGUF file is converted
     source = open_model_weights(arch, files, backend.dtype, seed, backend.quantization)
     model = build_model(as_stored(arch, source), source, backend, max_position, lora)
     source.release()  # all of it is packed by now

@@ -10,7 +10,7 @@ from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import Backend
 from pagedec.models.draft_head import DraftHead, HeadArchitecture, open_head, read_head
 from pagedec.models.packing import load_vocabulary, place_embedding
-from pagedec.models.registry import open_model_weights
+from pagedec.models.registry import check_head_dim, open_model_weights
 from pagedec.models.transformer import Transformer
 from pagedec.speculation import Eagle3Speculation
 
@@ -43,6 +43,7 @@ def load_head(config: EngineConfig, target: LoadedModel, backend: Backend) -> tu
     """The head that speculative_config names, its files, and the tokens of its longest sequence."""
     own, (files, arch) = draft_config(config).model, _read(config, target)
     with within("speculative_config."):
+        check_head_dim(arch, backend)
         length = min(arch.max_position_embeddings, target.max_model_len)
         if own.max_model_len is not None and own.max_model_len > arch.max_position_embeddings:
             limit = f"must be at most {arch.max_position_embeddings}, the head's context"
