@@ -88,7 +88,8 @@ def read_head(files: ModelFiles, target: Architecture) -> HeadArchitecture:
 
 def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture:
     """The same of its values. Those of the layer may stand in an object of their own, `transformer_layer_config`."""
-    inner = config.get("transformer_layer_config", {})
+    inner = config.get("transformer_layer_config")
+    inner = {} if inner is None else inner
     if not isinstance(inner, Mapping):
         raise InvalidArgument("transformer_layer_config", inner, "must be an object")
     values = merged({**inner, **config, "tie_word_embeddings": False}, llama.DEFAULTS)
@@ -102,6 +103,7 @@ def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture
     drafts = values.get("draft_vocab_size", fields["vocab_size"])
     positive_int("draft_vocab_size", drafts)
     bias, before = values.get("attention_bias", False), values.get("norm_before_residual", False)
+    biases = {"attention_bias": bias, "output_bias": bias, "mlp_bias": values.get("mlp_bias", False)}
     for field, given, fitting in (
         ("num_hidden_layers", fields["num_layers"], 1),
         ("target_hidden_size" if "target_hidden_size" in values else "hidden_size", hidden, target.hidden_size),
@@ -121,8 +123,8 @@ def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture
         if not is_int(layer) or layer not in known:
             raise InvalidArgument(LAYERS, layer, f"must be from 0 to {known[-1]}, layers of the target")
     return HeadArchitecture(
-        "eagle3", **fields, attention_bias=bias, renamed=RENAMED, feature_layers=tuple(layers),
-        target_hidden_size=hidden, draft_vocab_size=drafts, norm_before_residual=before,
+        "eagle3", **fields, **biases, renamed=RENAMED, feature_layers=tuple(layers), target_hidden_size=hidden,
+        draft_vocab_size=drafts, norm_before_residual=before,
     )  # fmt: skip
 
 

@@ -24,9 +24,11 @@ class Head:
     tokens: torch.Tensor
     norm_before_residual: bool = False
     has_embedding: bool = False
+    has_biases: bool = False
     seed: int = 0
     hidden: int = 0
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c, generator = self.config, torch.Generator().manual_seed(self.seed)
@@ -43,6 +45,8 @@ class Head:
         norms = "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"
         for name, shape in shapes.items():
             self.weights[name] = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            if self.has_biases and name.startswith("midlayer"):
+                self.biases[name] = torch.randn(shape[0], generator=generator)
         for name in norms:
             self.weights[name] = torch.rand(self.hidden, generator=generator) + 0.5
         if self.has_embedding:
@@ -51,23 +55,24 @@ class Head:
     def write(self, path: Path, prefix: str = "", layer: str = "midlayer", **changes: Any) -> Path:
         """Write its files; `changes` to the configuration."""
         c = self.config
-        values = {
+        fields = {
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": self.hidden,
             "num_hidden_layers": 1, "num_attention_heads": c.num_attention_heads, "head_dim": self.dim,
             "num_key_value_heads": c.num_key_value_heads, "intermediate_size": c.intermediate_size,
             "rms_norm_eps": c.rms_norm_eps, "vocab_size": c.vocab_size, "draft_vocab_size": len(self.tokens),
             "max_position_embeddings": c.max_position_embeddings, "rope_theta": 10000.0, LAYERS: list(self.layers),
             "norm_before_residual": self.norm_before_residual, "target_hidden_size": c.hidden_size,
-            "hidden_act": "silu",
+            "hidden_act": "silu", "attention_bias": self.has_biases, "mlp_bias": self.has_biases,
         }  # fmt: skip
         path.mkdir(parents=True, exist_ok=True)
-        kept = {name: value for name, value in {**values, **changes}.items() if value is not None}
+        kept = {name: value for name, value in {**fields, **changes}.items() if value is not None}
         (path / "config.json").write_text(json.dumps(kept))
         known = torch.zeros(c.vocab_size, dtype=torch.bool)
         known[self.tokens] = True
         tensors = {"d2t": self.tokens - torch.arange(len(self.tokens)), "t2d": known}
-        for name, weight in self.weights.items():
-            tensors[f"{prefix}{name.replace('midlayer', layer)}.weight"] = weight.contiguous()
+        for kind, parts in (("weight", self.weights), ("bias", self.biases)):
+            for name, values in parts.items():
+                tensors[f"{prefix}{name.replace('midlayer', layer)}.{kind}"] = values.contiguous()
         save_file(tensors, path / "model.safetensors")
         return path
 
@@ -75,6 +80,9 @@ class Head:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return x * scale * self.weights[name]
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.linear(x, self.weights[name], self.biases.get(name))
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
         """x [heads, n, dim] at positions 0, 1, ..."""
@@ -86,20 +94,22 @@ class Head:
 
     def rows(self, g: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """What rows g [n, hidden] and embedded [n, hidden] come to, each seeing those before it: [n, hidden]."""
-        w, c, n = self.weights, self.config, len(g)
+        c, n = self.config, len(g)
         normed = self._norm(g, "midlayer.hidden_norm")
         x = torch.cat([self._norm(embedded, "midlayer.input_layernorm"), normed], dim=-1)
         shape = -1, self.dim
-        q, k, v = ((x @ w[f"midlayer.self_attn.{name}_proj"].T).unflatten(-1, shape).transpose(0, 1) for name in "qkv")
+        q, k, v = (
+            self._linear(x, f"midlayer.self_attn.{name}_proj").unflatten(-1, shape).transpose(0, 1) for name in "qkv"
+        )
         q, k = self._rotated(q), self._rotated(k)
         times = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(times, 0), v.repeat_interleave(times, 0)
         seen = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
         stream = normed if self.norm_before_residual else g
-        stream = stream + seen.transpose(0, 1).reshape(n, -1) @ w["midlayer.self_attn.o_proj"].T
+        stream = stream + self._linear(seen.transpose(0, 1).reshape(n, -1), "midlayer.self_attn.o_proj")
         y = self._norm(stream, "midlayer.post_attention_layernorm")
-        gate = functional.silu(y @ w["midlayer.mlp.gate_proj"].T) * (y @ w["midlayer.mlp.up_proj"].T)
-        return stream + gate @ w["midlayer.mlp.down_proj"].T
+        gate, up = (self._linear(y, f"midlayer.mlp.{name}_proj") for name in ("gate", "up"))
+        return stream + self._linear(functional.silu(gate) * up, "midlayer.mlp.down_proj")
 
     @torch.no_grad()
     def roll(self, model: Any, text: Sequence[int], count: int) -> list[int]:
