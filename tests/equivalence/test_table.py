@@ -32,7 +32,7 @@ def cells() -> list[Any]:
     """All, of which those are not long that give each feature one decoder, the decoders in turn."""
     return [
         pytest.param(
-            decoder, feature, marks=[] if (i + 3) % len(DECODERS) == j else pytest.mark.long, id=f"{decoder}-{feature}"
+            decoder, feature, marks=[] if (i + 2) % len(DECODERS) == j else pytest.mark.long, id=f"{decoder}-{feature}"
         )
         for i, feature in enumerate(FEATURES)
         for j, decoder in enumerate(DECODERS)
