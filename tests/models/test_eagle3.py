@@ -322,3 +322,30 @@ def test_blocks_are_as_large_as_what_they_hold(target: Checkpoint, make: Callabl
     assert num_bytes <= 1 << 20 < num_bytes + num_bytes // cache.num_blocks
     geometry = json.loads(llm.engine.executor.geometry.to_json())
     assert geometry["lanes"]["draft"]["lag"] == 1 and geometry["lanes"]["target"]["lag"] == 0
+
+
+def test_a_device_that_fails_in_the_middle_of_rolls(
+    target: Checkpoint, make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features and KV are gone then: requests go on from their texts, with the same answers, and nothing is held."""
+    llm = make(head_of(target, 2).write(tmp_path), num_blocks=40, max_num_batched_tokens=48)
+    prompts = [[5 + i, 9, 3, *range(20, 20 + 5 * i)] for i in range(8)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=30, ignore_eos=True) for i in range(8)]
+    plain = [own.clone(speculative=False) for own in params]
+
+    def tokens(asked: list[SamplingParams]) -> list[list[int]]:
+        return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, asked, use_tqdm=False)]
+
+    want, runner, calls = tokens(plain), llm.engine.executor.worker.lanes["draft"], []
+    roll = runner.roll
+
+    def failing(forward: Any) -> Any:
+        calls.append(len(forward.rolls))
+        if len(calls) % 9 == 4:
+            raise RuntimeError("the device failed")
+        return roll(forward)
+
+    monkeypatch.setattr(runner, "roll", failing)
+    assert tokens(params) == want and llm.engine.stats.num_failed_steps > 1
+    for pool in llm.engine.scheduler.pools.values():
+        assert pool.num_available == pool.num_blocks
