@@ -96,17 +96,21 @@ def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture
     values.setdefault("vocab_size", target.vocab_size)
     fields = base_fields(values)
     own = values.get("eagle_config", {})
-    layers = values.get(LAYERS, own.get(LAYERS) if isinstance(own, Mapping) else None)
+    if not isinstance(own, Mapping):
+        raise InvalidArgument("eagle_config", own, "must be an object")
+    layers = values.get(LAYERS, own.get(LAYERS))
     if layers is None:
         layers = 2, target.num_layers // 2, target.num_layers - 3
     hidden = values.get("target_hidden_size", fields["hidden_size"])
     drafts = values.get("draft_vocab_size", fields["vocab_size"])
     positive_int("draft_vocab_size", drafts)
+    size = "target_hidden_size" if "target_hidden_size" in values else "hidden_size"
+    positive_int(size, hidden)  # 64.0 would be equal to 64, and no size of an array
     bias, before = values.get("attention_bias", False), values.get("norm_before_residual", False)
     biases = {"attention_bias": bias, "output_bias": bias, "mlp_bias": values.get("mlp_bias", False)}
     for field, given, fitting in (
         ("num_hidden_layers", fields["num_layers"], 1),
-        ("target_hidden_size" if "target_hidden_size" in values else "hidden_size", hidden, target.hidden_size),
+        (size, hidden, target.hidden_size),
         ("vocab_size", fields["vocab_size"], target.vocab_size),
     ):
         if given != fitting:

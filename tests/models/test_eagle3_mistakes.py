@@ -40,6 +40,15 @@ def load(target: Checkpoint, head: Path, **arguments: Any) -> None:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 2}, "speculative_config.num_hidden_layers is 2: must be 1: a head is one layer"),
     "hidden": ({"target_hidden_size": 32}, "speculative_config.target_hidden_size is 32: must be 64, the target's"),
+    "no size": (
+        {"target_hidden_size": 64.0},
+        "speculative_config.target_hidden_size is 64.0: must be an integer of at least 1",
+    ),
+    "no size of its own": (
+        {"target_hidden_size": None, "hidden_size": 64.0},
+        "speculative_config.hidden_size is 64.0: must be an integer of at least 1",
+    ),
+    "no object": ({"eagle_config": "x", LAYERS: None}, "speculative_config.eagle_config is 'x': must be an object"),
     "vocabulary": ({"vocab_size": 130}, "speculative_config.vocab_size is 130: must be 131, the target's"),
     "drafted": ({"draft_vocab_size": 200}, "speculative_config.draft_vocab_size is 200: must be at most 131"),
     "no layer": ({LAYERS: [2, 3, 6]}, f"speculative_config.{LAYERS} is 6: must be from 0 to 5, layers of the target"),
