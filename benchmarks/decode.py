@@ -1,14 +1,15 @@
 """Decoding and prefill of the default model, next to what bounds them and to transformers, all taking turns in one run.
 
     python benchmarks/decode.py [--batch 1 8 16 64] [--rounds 31] [--prefill 1024] [--no-transformers] [--no-int8]
-                                [--against DIRECTORY [--small-pages]]
+                                [--against DIRECTORY [--small-pages] | --head DIRECTORY]
 
 One run of "step" is one step of the whole engine (plan, forward, read-out, settle) that gives every sequence of the
 batch one token; "int8" is the same step of an engine with int8 weights and the same prompts, "bf16 / int8" what that
 gains. Beside it, in every round: a plain read of as many bytes as the bf16 step must read (weights and KV), the linear
 layers alone, ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic /
 dot-product rate) of the same round. With `--against`, "other" is the step, and the prefill, of an engine with the
-kernels of another build; with `--small-pages`, its weights are in pages of 4 KB. Host is the time of a step outside the
+kernels of another build; with `--small-pages`, its weights are in pages of 4 KB; with `--head`, of one that has an
+EAGLE-3 head, by which nobody drafts: what it costs to keep features. Host is the time of a step outside the
 device: plan and settle. "outside" is all of a step's time outside of lists and calls of kernels, the median: the
 runner's own, too.
 """
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from common import Timing, heading, interleave, ratio, self_spread, table, wait_for_huge_pages
@@ -36,7 +38,7 @@ from pagedec.runtime.cache import block_bytes
 
 PROMPT = 32  # tokens
 NEW_TOKENS = 64
-FOREVER = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS + 64)
+FOREVER = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS + 64, speculative=False)
 
 
 class Outside:
@@ -71,7 +73,12 @@ class Contest:
     """The engine, the probes and transformers on the same model."""
 
     def __init__(
-        self, with_transformers: bool, with_int8: bool, against: Path | None = None, small_pages: bool = False
+        self,
+        with_transformers: bool,
+        with_int8: bool,
+        against: Path | None = None,
+        small_pages: bool = False,
+        head: Path | None = None,
     ) -> None:
         self.llm = LLM(dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False)
         self.engine = self.llm.engine
@@ -82,6 +89,10 @@ class Contest:
             self.other = LLM(dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False).engine
             arena.collapse = collapse
             del os.environ["PAGEDEC_LIB_DIR"]
+        if head is not None:
+            table = {"method": "eagle3", "model": str(head)}
+            given: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 2048, "enable_prefix_caching": False}
+            self.other = LLM(**given, speculative_config=table).engine
         self.int8: Engine | None = None
         if with_int8:
             int8 = LLM(dtype="bfloat16", quantization="int8", max_model_len=2048, enable_prefix_caching=False)
@@ -209,7 +220,7 @@ def prefill(contest: Contest, length: int, rounds: int) -> list[object]:
 
     def of(engine: Engine) -> Callable[[], None]:
         def run() -> None:
-            params = SamplingParams(temperature=0, max_tokens=1)
+            params = SamplingParams(temperature=0, max_tokens=1, speculative=False)
             engine.add(engine.admit(f"prefill {next(count)}", contest.prompt(length), params))
             while engine.scheduler.requests:
                 engine.step()
@@ -251,10 +262,19 @@ def main() -> None:
     parser.add_argument("--no-int8", action="store_true")
     parser.add_argument("--against", type=Path, help="a folder with the libraries of another build")
     parser.add_argument("--small-pages", action="store_true", help="leave the other engine's weights in small pages")
+    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the other engine's, by which nobody drafts")
     arguments = parser.parse_args()
     if not 1 <= arguments.rounds <= NEW_TOKENS:
         parser.error(f"--rounds is {arguments.rounds}; it must be from 1 to {NEW_TOKENS}")
-    contest = Contest(not arguments.no_transformers, not arguments.no_int8, arguments.against, arguments.small_pages)
+    if arguments.head is not None and arguments.against is not None:
+        parser.error("--head and --against: the other engine has one of them")
+    contest = Contest(
+        not arguments.no_transformers,
+        not arguments.no_int8,
+        arguments.against,
+        arguments.small_pages,
+        arguments.head,
+    )
     heading("Decoding: SmolLM2-135M, bf16 and int8 weights")
     rate = contest.dot_rate / 1e9
     print(

@@ -15,6 +15,7 @@ import copy
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,18 +206,25 @@ def learn(given: argparse.Namespace, seconds: float, deadline: float) -> bool:
     return spent >= seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def train(
+    description: str | None,
+    learn: Callable[[argparse.Namespace, float, float], bool],
+    minutes: float,
+    sequences: int,
+    add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """The model's outputs, then learning from them, by the command line: its defaults, and what `add` adds to it.
+    `learn` is given the arguments, the seconds that it has in all, and when this run must end."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of all runs together")
+    parser.add_argument("--minutes", type=float, default=minutes, help="of all runs together")
     parser.add_argument(
         "--at-once", type=float, default=math.inf, help="most minutes of this run; the next one goes on"
     )
-    parser.add_argument("--first", type=int, default=2, help="layers kept from the beginning")
-    parser.add_argument("--last", type=int, default=1, help="and from the end")
-    parser.add_argument("--sequences", type=int, default=600, help="answers to learn from, at most")
+    parser.add_argument("--sequences", type=int, default=sequences, help="answers to learn from, at most")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--passages", type=Path, help="a text, for questions about pieces of it")
+    add(parser)
     given = parser.parse_args()
     began, seconds = time.monotonic(), 60 * given.minutes
     given.directory.mkdir(parents=True, exist_ok=True)
@@ -227,5 +235,10 @@ def main() -> None:
     print("done" if done else "not done: run it again")
 
 
+def add_layers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--first", type=int, default=2, help="layers kept from the beginning")
+    parser.add_argument("--last", type=int, default=1, help="and from the end")
+
+
 if __name__ == "__main__":
-    main()
+    train(__doc__, learn, 10.0, 600, add_layers)

@@ -26,17 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from train_draft import (
-    LONGEST,
-    NUM_COMMON,
-    SHARE_OF_OUTPUTS,
-    STATE,
-    TOKENS,
-    Outputs,
-    load_default,
-    read_passages,
-    write_outputs,
-)
+from train_draft import LONGEST, NUM_COMMON, STATE, TOKENS, Outputs, load_default, train
 
 BATCH = 4
 NUM_KEPT = 32
@@ -298,25 +288,5 @@ def learn(given: argparse.Namespace, seconds: float, deadline: float) -> bool:
     return spent >= seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of all runs together")
-    parser.add_argument(
-        "--at-once", type=float, default=math.inf, help="most minutes of this run; the next one goes on"
-    )
-    parser.add_argument("--sequences", type=int, default=1200, help="answers to learn from, at most")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--passages", type=Path, help="a text, for questions about pieces of it")
-    given = parser.parse_args()
-    began, seconds = time.monotonic(), 60 * given.minutes
-    given.directory.mkdir(parents=True, exist_ok=True)
-    if not (given.directory / TOKENS).exists():
-        outputs = write_outputs(SHARE_OF_OUTPUTS * seconds, read_passages(given.passages))
-        (given.directory / TOKENS).write_text(json.dumps(outputs))
-    done = learn(given, (1 - SHARE_OF_OUTPUTS) * seconds, began + 60 * given.at_once - 15)
-    print("done" if done else "not done: run it again")
-
-
 if __name__ == "__main__":
-    main()
+    train(__doc__, learn, 30.0, 1200)

@@ -136,6 +136,9 @@ class Drafting:
         table.truncate(table.length)  # a tail that no step has used is forgotten
         length, lag = history.depth[branch.tip], table.pool.lag
         end = length - lag
+        if end > self._limits.longest("draft"):  # nothing is rolled behind it: neither read, nor held
+            table.release()
+            return EMPTY, -1
         pending = end - table.length
         count = min(self._limits.chunk, rows.most_drafting(pending))
         has_features = True

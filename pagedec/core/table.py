@@ -47,13 +47,6 @@ class BlockTable:
         number, offset = divmod(index, pool.block_size)
         return pool.row_view[self.row * pool.width + number] * pool.block_size + offset
 
-    def slots(self, start: int, count: int) -> np.ndarray:
-        """Those of `count` tokens from `start` on: int32 [count]."""
-        pool = self.pool
-        index = np.arange(start, start + count, dtype=np.int32)
-        blocks: np.ndarray = pool.rows[self.row].take(index // pool.block_size)
-        return blocks * pool.block_size + index % pool.block_size
-
     def blocks(self) -> list[int]:
         """All blocks in order."""
         first = self.row * self.pool.width

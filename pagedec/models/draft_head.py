@@ -36,6 +36,8 @@ from pagedec.models.transformer import GATED, Transformer
 NUM_FEATURES = 3
 """Layers of the target's that a head reads."""
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+OTHERS = ("norm_before_fc", "fc_norm", "use_sliding_window")
+"""Fields that would change what a head computes."""
 FUSION, HIDDEN_NORM, PLACES = "fc.weight", "hidden_norm", "d2t"
 RENAMED = (
     (r"model\.", ""), (r"midlayer\.", "layers.0."), (r"(layers|norm|embed_tokens)\.", r"model.\1."), (r"t2d", None),
@@ -120,6 +122,12 @@ def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture
         raise InvalidArgument("norm_before_residual", before, "must be true or false")
     if drafts > fields["vocab_size"]:
         raise InvalidArgument("draft_vocab_size", drafts, f"must be at most {fields['vocab_size']}, the vocabulary")
+    for field in OTHERS:
+        if values.get(field):
+            raise InvalidArgument(field, values[field], "must be false: heads that compute so are not supported")
+    for kind in values.get("layer_types", ()):
+        if kind != "full_attention":
+            raise InvalidArgument("layer_types", kind, "must be full_attention: a head's layer sees everything")
     known = range(target.num_layers)
     if not isinstance(layers, list | tuple) or len(layers) != NUM_FEATURES:
         raise InvalidArgument(LAYERS, layers, f"must be a list of {NUM_FEATURES} layers")

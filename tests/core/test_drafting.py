@@ -206,6 +206,31 @@ def test_a_draft_model_with_a_short_context(longest: int, count: int) -> None:
     engine.check_whole()
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_text_beyond_a_draft_model_s_context_holds_no_blocks_of_it(lag: int) -> None:
+    """Nothing of a prompt that is too long is read, and what has outgrown the context leaves its blocks to others: with
+    two of them, others are drafted while it goes on."""
+    limits = {"max_positions": {"draft": 7}, "lags": {"draft": lag}, "draft_blocks": 2}
+    engine = engine_of(60, **limits)
+    long = [
+        Case(f"{i}", SpeculativeParams(seed=i), prompt(i, 4 + 9 * i), None, Stopping(max_tokens=26)) for i in (0, 1)
+    ]
+    requests = [case.add(engine.scheduler) for case in long]
+    for _ in range(12):
+        engine.step()
+    for request in requests:
+        assert all(not branch.tables["draft"].num_blocks for branch in request.branches) and request.branches
+    Case("late", SpeculativeParams(seed=9, count=2), prompt(9, 3), None, Stopping(max_tokens=8)).add(engine.scheduler)
+    rolled = 0
+    while engine.scheduler.requests:
+        plan = engine.scheduler.plan()
+        rolled += sum(work.roll >= 0 and work.request.id == "late" for work in plan.works)
+        engine.scheduler.settle(plan, engine.runner.execute(plan))
+        engine.check()
+    assert rolled > 0
+    engine.check_whole()
+
+
 def test_a_draft_model_with_a_smaller_vocabulary() -> None:
     """A text with a token that it does not know is not drafted behind that token."""
     known = VOCABULARY - 2

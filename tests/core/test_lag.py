@@ -11,6 +11,7 @@ import pytest
 from pagedec.core.block import BlockPool
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
+from pagedec.core.rolling import Rolls
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.errors import InvalidArgument
@@ -103,20 +104,25 @@ def test_tables_keep_what_tokens_alone_have_made() -> None:
     assert reserve([(table, 9)], CopyPlan(pool))
     table.length = 9
     assert [table.num_valid(n) for n in (0, 1, 2, 9, 10, 11)] == [0, 0, 1, 8, 9, 9]
-    assert table.slots(2, 6).tolist() == [table.slot(i) for i in range(2, 8)]
     table.keep(6)
     assert (table.length, table.num_blocks) == (5, 2)
     table.keep(0)
     assert (table.length, table.num_blocks) == (0, 0)
 
 
-def test_slots_at_many_lengths() -> None:
-    pool = BlockPool("target", 40, BLOCK, 16)
-    table = BlockTable(pool)
-    assert reserve([(table, 50)], CopyPlan(pool))
-    for start, count in ((0, 50), (3, 1), (4, 4), (7, 30), (49, 1), (5, 0)):
-        found = table.slots(start, count)
-        assert found.dtype == np.int32 and found.tolist() == [table.slot(i) for i in range(start, start + count)]
+def test_features_are_where_the_target_has_the_tokens() -> None:
+    """Of several branches, over block boundaries, from anywhere."""
+    pool, tables, rolls = BlockPool("target", 40, BLOCK, 16), list[BlockTable](), Rolls()
+    for length in (50, 3, 17):
+        tables.append(BlockTable(pool))
+        assert reserve([(tables[-1], length)], CopyPlan(pool))
+    assert rolls.feature_slots().tolist() == []
+    read = [(0, 0, 50), (2, 4, 4), (1, 2, 1), (0, 7, 30), (2, 16, 1), (0, 49, 1), (1, 0, 3)]
+    for table, start, count in read:
+        rolls.read_features(tables[table], start, count)
+    found = rolls.feature_slots()
+    assert found.dtype == np.int32
+    assert found.tolist() == [tables[t].slot(i) for t, start, count in read for i in range(start, start + count)]
 
 
 @pytest.mark.parametrize("lags", [{"draft": 2}, {"draft": -1}, {"target": 1}])

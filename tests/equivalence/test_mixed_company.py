@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from pagedec import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, TokenTrie
 from pagedec.core.cache_events import Cleared, Stored
@@ -27,6 +29,7 @@ from pagedec.errors import InvalidArgument, RequestError
 from tests.engine.lora_models import Adapted
 from tests.equivalence.test_configurations import libraries
 from tests.models.checkpoints import make_checkpoint, variant
+from tests.models.draft_heads import Head
 from tests.text.vocabularies import byte_level
 
 TOKENIZER = byte_level()
@@ -50,6 +53,7 @@ DRAFTS: tuple[dict[str, Any], ...] = (
     {"method": "ngram", "num_candidates": 3},
     {"method": "lookahead", "window_size": 5, "ngram_size": 3, "num_guesses": 6, "pool_from_prompt": True},
     {"method": "draft_model", "num_speculative_tokens": 4},
+    {"method": "eagle3", "num_speculative_tokens": 4},
 )
 
 
@@ -185,8 +189,10 @@ class Company:
 
     def drafted(self, params: Any) -> Any:
         """The same with a way to draft, or none."""
-        table, pools = self.rng.choice((*DRAFTS, None)), self.llm.engine.scheduler.pools
-        return params if table == DRAFTS[-1] and "draft" not in pools else params.clone(speculative=table)
+        own, table = (self.llm.engine.speculative or {}).get("method"), self.rng.choice((*DRAFTS, None))
+        if table in DRAFTS[-2:]:  # an engine has one of both, or none
+            table = next((known for known in DRAFTS[-2:] if known["method"] == own), None)
+        return params.clone(speculative=table)
 
     def stream(self, ask: Ask) -> None:
         own, priority = self.drafted(ask.params), self.rng.randrange(3)
@@ -255,11 +261,13 @@ def need(ask: Ask, size: int) -> int:
     return shared + own * (ask.params.beam_width if isinstance(ask.params, BeamSearchParams) else 1)
 
 
-def short(rng: random.Random, asks: Sequence[Ask], path: Path, draft: Path) -> dict[str, Any]:
+def short(rng: random.Random, asks: Sequence[Ask], path: Path, draft: Path, head: Path | None) -> dict[str, Any]:
     """An engine in which little goes at a time, but each request does."""
     size, caching = rng.choice((8, 16, 64, 256)), rng.random() < 0.75
     most = max(-(-CONTEXT // size) + 1, *(need(ask, size) for ask in asks))
     model = {"model": str(rng.choice((path, draft))), "num_speculative_tokens": 3, "adaptive": rng.random() < 0.5}
+    if head is not None and rng.random() < 0.5:
+        model |= {"method": "eagle3", "model": str(head)}
     return {
         "block_size": size, "num_blocks": most + rng.choice((0, 1, 9)), "enable_prefix_caching": caching,
         "kv_offload_memory": "4MiB" if caching and rng.random() < 0.6 else None,
@@ -282,7 +290,10 @@ def test_all_mixed(seed: int, isa: str, models: Any, tmp_path: Path, monkeypatch
         "dtype": rng.choice(("bfloat16", "float32")), "kv_cache_dtype": rng.choice(("auto", "int8", "fp8")),
         "quantization": rng.choice((None, "int8", "int8_weight_only", "int4_zero")), "max_model_len": CONTEXT,
     }  # fmt: skip
-    loras, broken = list[LoRARequest](), list[LoRARequest]()
+    loras, broken, config = list[LoRARequest](), list[LoRARequest](), AutoConfig.from_pretrained(path)
+    head = None
+    if chosen.family != "gpt2":  # which keeps no stream for one
+        head = Head(config, (1, 0, 1), torch.arange(0, VOCABULARY, 2)).write(tmp_path / "head")
     if chosen in DENSE:
         adapted = Adapted(path, tmp_path)
         loras = [adapted.write(f"a{i}", rank, seed=i) for i, rank in enumerate((8, 16, 3), start=1)]
@@ -291,7 +302,7 @@ def test_all_mixed(seed: int, isa: str, models: Any, tmp_path: Path, monkeypatch
     with LLM(str(path), num_blocks=200, enable_prefix_caching=False, **numbers) as roomy:
         asks = drawn_asks(rng, loras, roomy)
         for _ in range(2):
-            with LLM(str(path), **numbers, **short(rng, asks, path, draft)) as llm:
+            with LLM(str(path), **numbers, **short(rng, asks, path, draft, head)) as llm:
                 company = Company(rng, llm, roomy, broken)
                 for _ in range(2):
                     company.run(asks)

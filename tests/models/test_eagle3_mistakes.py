@@ -50,6 +50,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no object": ({"eagle_config": "x", LAYERS: None}, "speculative_config.eagle_config is 'x': must be an object"),
     "vocabulary": ({"vocab_size": 130}, "speculative_config.vocab_size is 130: must be 131, the target's"),
+    "a norm": ({"norm_before_fc": True}, "speculative_config.norm_before_fc is True: must be false: heads that"),
+    "a window": (
+        {"layer_types": ["sliding_attention"]},
+        "speculative_config.layer_types is 'sliding_attention': must be full_attention",
+    ),
     "drafted": ({"draft_vocab_size": 200}, "speculative_config.draft_vocab_size is 200: must be at most 131"),
     "no layer": ({LAYERS: [2, 3, 6]}, f"speculative_config.{LAYERS} is 6: must be from 0 to 5, layers of the target"),
     "two layers": ({LAYERS: [2, 3]}, f"speculative_config.{LAYERS} is .*: must be a list of 3 layers"),

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from tests.engine.crowd import SMALL, Tokens, right_answers
 from tests.engine.deaths import executor_of, hang, kill_at_any_time, poison
+from tests.models.draft_heads import Head
 from tests.parallel.ranks import engine_of
 from tests.support import wait_for
 
@@ -165,6 +168,30 @@ def small(path: Path) -> Iterator[LLM]:
     with engine(path, 2, **SMALL, step_timeout=2.0) as llm:
         yield llm
         llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_while_a_head_drafts(path: Path, tmp_path: Path, rank: int) -> None:
+    """Features, KV and the head go with the group; the next one drafts again, and answers are what they are without."""
+    head = Head(AutoConfig.from_pretrained(path), (1, 0, 1), torch.arange(0, 131, 2)).write(tmp_path)
+    table = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    prompts = [[5 + i, 9, *range(20, 20 + 9 * i)] for i in range(5)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True) for i in range(5)]
+    with engine(path, 2, num_blocks=40, max_num_batched_tokens=32, speculative_config=table) as llm:
+        plain = [own.clone(speculative=False) for own in params]
+        want = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, plain, use_tqdm=False)]
+        streams = [llm.stream(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        for stream in streams:
+            next(stream)
+        os.kill(executor_of(llm).pids[rank], signal.SIGKILL)
+        ends = [list(stream)[-1] for stream in streams]
+        assert [list(end.outputs[0].token_ids) for end in ends] == want and executor_of(llm).num_restarts == 1
+        before = llm.engine.stats.drafts["eagle3"].num_drafts
+        assert [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)] == want
+        assert llm.engine.stats.drafts["eagle3"].num_drafts > before > 0
+        llm.engine.scheduler.check()
+        for pool in llm.engine.scheduler.pools.values():
+            assert pool.num_available == pool.num_blocks
 
 
 @pytest.mark.parametrize("rank", [0, 1])
