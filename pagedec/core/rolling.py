@@ -50,9 +50,10 @@ class Rolls:
         as the step has them."""
         if not self._sources:
             return NO_INTS
-        sources, starts, counts = zip(*self._sources, strict=True)
-        pool, ends = sources[0].pool, np.cumsum(counts, dtype=np.int32)
-        index = np.arange(ends[-1], dtype=np.int32) + np.repeat(np.array(starts, np.int32) + counts - ends, counts)
+        sources = [source for source, _, _ in self._sources]
+        starts, counts = np.array([(start, count) for _, start, count in self._sources], np.int32).T
+        pool, ends = sources[0].pool, counts.cumsum(dtype=np.int32)
+        index = np.arange(ends[-1], dtype=np.int32) + np.repeat(starts + counts - ends, counts)
         rows = np.repeat([source.row for source in sources], counts)
         slots: np.ndarray = pool.rows[rows, index // pool.block_size] * pool.block_size + index % pool.block_size
         return slots
