@@ -36,6 +36,8 @@ ELSEWHERE = ("eagle", "medusa", "mlp_speculator", "mtp")
 """vLLM's methods that there are not."""
 MOST = 1024
 """Of every number: far more than pays."""
+MOST_CANDIDATES = 16
+"""Of a place of a roll: the token that is drawn and those behind it, as many as the kernels find."""
 MOST_COMPARED = 64
 """Last tokens that a method may compare one by one with what stands elsewhere."""
 
@@ -145,9 +147,19 @@ class DraftModelSpeculation(Speculation):
     """A smaller model, which the engine's `speculative_config` names, drafts with the target's own noise."""
 
     method = "draft_model"
-    defaults = {"num_speculative_tokens": (14, 5)}
+    defaults = {"num_speculative_tokens": (14, 5), "num_candidates": (3, 1)}
     num_speculative_tokens: int | None = option(
         None, Integer("tokens rolled out in a step; none: 5, or up to 14 where they pay", 1, MOST, optional=True)
+    )
+    num_candidates: int | None = option(
+        None,
+        Integer(
+            "tokens that are verified at each place: the rolled one, and those that were nearest to be; none: 1, or up "
+            "to 3 where they pay",
+            1,
+            MOST_CANDIDATES,
+            optional=True,
+        ),
     )
     verify: str = option(
         "coupling",
@@ -165,7 +177,7 @@ class Eagle3Speculation(DraftModelSpeculation):
     target's own residual stream at three of its layers."""
 
     method = "eagle3"
-    defaults = {"num_speculative_tokens": (7, 4)}
+    defaults = {"num_speculative_tokens": (7, 4), "num_candidates": (3, 1)}
 
 
 METHODS: dict[str, type[Speculation]] = {

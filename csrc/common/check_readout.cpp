@@ -19,6 +19,8 @@ int check_draw(const char *name, const char *field, int32_t i, const pd_draw &d)
     return fail("%s: %s[%d].top_p is %g; it must be above 0 and at most 1", name, field, i, (double)d.top_p);
   if (!(d.min_p >= 0.0f && d.min_p <= 1.0f))
     return fail("%s: %s[%d].min_p is %g; it must be 0 to 1", name, field, i, (double)d.min_p);
+  if (d.rank < 0 || d.rank > PD_MAX_RANK)
+    return fail("%s: %s[%d].rank is %d; it must be 0 to %d", name, field, i, d.rank, PD_MAX_RANK);
   return 0;
 }
 int check_draws(const char *name, const char *field, const pd_draw *draws, const int32_t *count) {

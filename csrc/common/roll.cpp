@@ -27,16 +27,19 @@ struct Round {
   std::vector<int32_t> rows, places, prompt_lengths, query_rows;           // of those with rules
   std::vector<pd_draw> draws;
   std::vector<float> logits;  // looked at for NaN, where that is not where they are
-  std::vector<int32_t> drawn, src_rows, dst_rows;  // the last two: of those that are kept
+  std::vector<int32_t> drawn, targets;       // and where they go to
+  std::vector<int32_t> src_rows, dst_rows;   // of those that are kept
 };
 
 class Roller {
  public:
   Roller(pd_context *context, const pd_roll_args &a) : context_(context), a_(a) {
-    int32_t first = 0, slot = 0;
+    int32_t slot = 0;
     for (int32_t c = 0; c < a.num_chains; c++) {
-      first_.push_back(first), first_slot_.push_back(slot);
-      first += a.chains[c].count, slot += a.chains[c].count - 1;
+      first_.push_back((int32_t)tokens_.size() - 1), first_slot_.push_back(slot);
+      slot += a.chains[c].count - 1;
+      for (int32_t i = 0; i < a.chains[c].count; i++)
+        tokens_.push_back(tokens_.back() + (a.widths ? a.widths[tokens_.size() - 1] : 1));
       longest_ = std::max(longest_, a.chains[c].count);
     }
   }
@@ -56,7 +59,7 @@ class Roller {
     for (int32_t c = 0; c < a_.num_chains; c++) {
       if (a_.chains[c].count <= i) continue;
       const int32_t position = a_.draws[c].position + i - 1 - a_.lag;
-      r.token_ids.push_back(a_.tokens[first_[c] + i - 1]);
+      r.token_ids.push_back(a_.tokens[tokens_[first_[c] + i - 1]]);
       r.positions.push_back(position);
       r.slots.push_back(a_.chain_slots[first_slot_[c] + i - 1]);
       const int32_t *table = a_.block_table + a_.chains[c].branch * (int64_t)a_.table_stride;
@@ -98,21 +101,25 @@ class Roller {
     Round &r = round_;
     if (a_.refuse_nan && refuse_nan(m)) return -1;
     if (restrict_to_drawn(m) || process(start, m)) return -1;
-    r.draws.clear(), r.drawn.resize(m);
+    r.draws.clear(), r.targets.clear();
     for (int32_t row = 0; row < m; row++) {
-      pd_draw draw = a_.draws[r.chains[start + row]];
+      const int32_t c = r.chains[start + row], place = first_[c] + i;
+      pd_draw draw = a_.draws[c];
       draw.row = row, draw.position += i;
-      r.draws.push_back(draw);
+      for (draw.rank = 0; draw.rank < tokens_[place + 1] - tokens_[place]; draw.rank++)
+        r.draws.push_back(draw), r.targets.push_back(tokens_[place] + draw.rank);
     }
     if (keep(i, start, m)) return -1;
+    const int32_t n = (int32_t)r.draws.size();
+    r.drawn.resize(n);
     pd_sample_args sample{nullptr, nullptr, a_.logits, nullptr, a_.vocab, 0};
-    const HostArray given[] = {array(&m, 1, sample.num_draws), array(r.draws, sample.draws)};
-    const int64_t num_bytes = m * (int64_t)sizeof(int32_t);
+    const HostArray given[] = {array(&n, 1, sample.num_draws), array(r.draws, sample.draws)};
+    const int64_t num_bytes = n * (int64_t)sizeof(int32_t);
     sample.token_ids = (int32_t *)place_of_answer(context_, r.drawn.data(), num_bytes);
     if (!sample.token_ids || carry(context_, given, 2) || pd_sample(context_, &sample) ||
         bring(context_, r.drawn.data(), sample.token_ids, num_bytes))
       return -1;
-    for (int32_t row = 0; row < m; row++) a_.tokens[first_[r.chains[start + row]] + i] = r.drawn[row];
+    for (int32_t d = 0; d < n; d++) a_.tokens[r.targets[d]] = r.drawn[d];
     return 0;
   }
 
@@ -188,7 +195,8 @@ class Roller {
   pd_context *context_;
   const pd_roll_args &a_;
   int32_t longest_ = 0;
-  std::vector<int32_t> first_, first_slot_;  // of each chain: its first token, its first slot
+  std::vector<int32_t> first_, first_slot_;  // of each chain: its first place, its first slot
+  std::vector<int32_t> tokens_{0};           // of each place: its first token; at the end, how many there are
   Round round_;
 };
 
@@ -221,8 +229,13 @@ int check_roll(const pd_roll_args &a) {
       check_range(name, "block_size", a.block_size, 1, 65536) || check_range(name, "lag", a.lag, 0, INT32_MAX) ||
       check_optional(name, "chain_ids", a.chain_ids))
     return -1;
-  for (int32_t c = 0; c < a.num_chains; c++)
+  int32_t place = 0;
+  for (int32_t c = 0; c < a.num_chains; c++) {
     if (check_chain(a, c)) return -1;
+    for (const int32_t stop = place + a.chains[c].count; a.widths && place < stop; place++)
+      if (a.widths[place] < 1 || a.widths[place] > 1 + PD_MAX_RANK)
+        return fail("%s: widths[%d] is %d; it must be 1 to %d", name, place, a.widths[place], 1 + PD_MAX_RANK);
+  }
   return 0;
 }
 

@@ -1,4 +1,5 @@
-// Gumbel-max draws: a block a draw, whose tokens that are kept (kept.h) get their noise; the highest sum wins.
+// Gumbel-max draws: a block a draw, whose tokens that are kept (kept.h) get their noise; the highest sum wins, or one
+// that many places behind it.
 #include "cuda/launch.h"
 #include "cuda/kept.h"
 
@@ -18,13 +19,28 @@ PD_KERNEL_BLOCKS(kRowThreads, 1) sample_kernel(pd_sample_args a) {
     int32_t token = row.argmax();
     if (draw.temperature > 0.0f && !row.is_empty()) {
       const Kept kept = keep(row, cuts_of(draw), room);
-      uint64_t best = kNoKey;
-      each_drawn(row, kept, room, {draw.seed, draw.stream, draw.position}, [&](int32_t t, float, float d, float noise) {
-        const uint64_t key = order_key(d + noise, t);
-        best = key < best ? key : best;
-      });
-      best = block_least(best);
-      token = best == kNoKey ? token : key_token(best);
+      uint64_t last = kNoKey, first = kNoKey;
+      for (int rank = 0; rank <= draw.rank; rank++) {
+        uint64_t best = kNoKey;
+        each_drawn(row, kept, room, {draw.seed, draw.stream, draw.position},
+                   [&](int32_t t, float, float d, float noise) {
+                     const uint64_t key = order_key(d + noise, t);
+                     if (key < best && (rank == 0 || key > last)) best = key;
+                   });
+        last = block_least(best);
+        if (rank == 0) first = last;
+        if (last == kNoKey) break;
+      }
+      last = last == kNoKey ? first : last;
+      token = last == kNoKey ? token : key_token(last);
+    } else if (draw.rank > 0 && !row.is_empty()) {
+      uint64_t last = row.first;
+      for (int rank = 0; rank < draw.rank && last != kNoKey; rank++) {
+        uint64_t best = kNoKey;
+        row.each([&](uint64_t key) { best = key > last && key < best && key_value(key) > kMinusInf ? key : best; });
+        last = block_least(best);
+      }
+      token = last == kNoKey ? token : key_token(last);
     }
     if (thread_index() == 0) a.token_ids[i] = token;
   }

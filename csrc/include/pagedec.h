@@ -55,7 +55,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 15
+#define PD_ABI_VERSION 16
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -374,7 +374,8 @@ PD_EXPORT void pd_program_clear(pd_program *);  /* free the recording: the next 
 /* ---- chains of tokens, each drawn behind the one before it (a draft model's). For the i-th token of a chain, from 1
  * on, the one before it is a row of a forward, alone of its branch; its logits are processed by the chain's rules, and
  * the token is drawn, with the chain's draw, at its position plus i. The i-th tokens of all chains are one round.
- * In a lane that lags behind the text a token's row, and its slot, are `lag` positions before its own. */
+ * Beside a token others may be drawn, of the ranks behind its own, which no row follows. In a lane that lags behind the
+ * text a token's row, and its slot, are `lag` positions before its own. */
 typedef struct {
   int32_t branch;              /* row of block_table */
   int32_t count;               /* tokens, the given one too */
@@ -401,7 +402,8 @@ typedef struct {
   const int32_t *chain_slots;  /* [sum of count - 1]: of all tokens but the last of each chain */
   const int32_t *token_plane;
   const pd_rules *rules;
-  int32_t *tokens;             /* [sum of count], chain after chain: the first of each is given, others are written */
+  const int32_t *widths;       /* [sum of count], 1 to 1 + PD_MAX_RANK: tokens drawn at each place; or NULL: 1 */
+  int32_t *tokens;             /* [sum of widths], place by place: those of a chain's first are given, others written */
   float *kept;                 /* [*][vocab]: what tokens were drawn from, of chains that have rows here; or NULL */
   int32_t num_kinds, num_chains, table_stride, block_size;
   int32_t vocab, num_drawn;    /* tokens from num_drawn on are never drawn */

@@ -121,12 +121,17 @@ PD_EXPORT int pd_topk_lse(pd_context *, const pd_topk_lse_args *);
 
 /* One draw: Gumbel-max over the processed distribution of one row. z = logits / temperature; keep the top_k largest (0:
  * all); of these the smallest set whose softmax mass reaches top_p; of these every token with p >= min_p * max p; then
- * argmax(log p + G(seed, stream, position, token)). temperature 0: the plain argmax. */
+ * argmax(log p + G(seed, stream, position, token)). temperature 0: the plain argmax. rank r: not the first by that sum,
+ * or by the logit, but what comes r places behind it, the lower token of equals first; that one where no more are left.
+ */
 typedef struct {
   uint64_t seed, stream;
   int32_t row, position, top_k;
   float temperature, top_p, min_p;
+  int32_t rank;                /* 0 to PD_MAX_RANK */
+  int32_t reserved;
 } pd_draw;
+#define PD_MAX_RANK 15
 typedef struct {
   const int32_t *num_draws;
   const pd_draw *draws;
@@ -136,11 +141,11 @@ typedef struct {
 } pd_sample_args;
 PD_EXPORT int pd_sample(pd_context *, const pd_sample_args *);
 /* Verification by rejection, each draft by itself. p is what draws[i] is taken from, of logits; q what drafts[i] was,
- * of draft_logits, when drafted[i] was drawn; a token that a vocabulary lacks has probability 0. drafted[i] is kept
- * where u q(drafted[i]) < p(drafted[i]), else replaced by a draw from norm(max(0, p - q)), with the noise of draws[i];
- * where nothing is left of that, p is q and it is kept. u is made of the first two words of Philox with stream ^ 2^62
- * for the stream of draws[i] and token 0: ((word 0 << 32 | word 1) >> 11) + 0.5, times 2^-53. Exact if drafts[i] was
- * drawn with the noise of another stream than these two. */
+ * of draft_logits, when drafted[i] was drawn, whatever their ranks; a token that a vocabulary lacks has probability 0.
+ * drafted[i] is kept where u q(drafted[i]) < p(drafted[i]), else replaced by a draw from norm(max(0, p - q)), with the
+ * noise of draws[i]; where nothing is left of that, p is q and it is kept. u is made of the first two words of Philox
+ * with stream ^ 2^62 for the stream of draws[i] and token 0: ((word 0 << 32 | word 1) >> 11) + 0.5, times 2^-53. Exact
+ * if drafts[i] was drawn with the noise of another stream than these two. */
 typedef struct {
   const int32_t *num_drafts;
   const pd_draw *draws;        /* [num_drafts]: of the target; row counts those of logits */

@@ -5,9 +5,9 @@ To be read in this order; each file needs those before it, and few behind it:
 
 1. what is held: `block` (the pool), `offload` (what the host keeps of it), `table` (copy-on-write tables, and the
    copies that follow), `history` (accepted tokens as a trie), `cache_events` (what can be found, for who listens)
-2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `archive` (what requests leave to later
-   ones), `acceptance` (what became of drafts), `stopping` and `stop_strings`, `constraint`, `cutting` (what stands of
-   drawn tokens), `logits_rules`, `logprobs`
+2. what is said: `sampler`, `draft`, `protocol` (queries, answers, verdicts, decoders), `archive` (what requests leave
+   to later ones), `acceptance` (what became of drafts), `stopping` and `stop_strings`, `constraint`, `cutting` (what
+   stands of drawn tokens), `logits_rules`, `logprobs`
 3. who runs: `request` (branches and requests), `parked` (branches between two requests), `limits` (what may be used,
    what is refused at the door), `adapter_places` (which adapters are at hand), `resuming` (requests that were
    interrupted elsewhere)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedec.core.cache_events import publish
+from pagedec.core.draft import Roll
 from pagedec.core.plan import Work
 from pagedec.core.request import Branch, Request
 
 
 def note_cached(work: Work, publishes: bool, rolled: Sequence[int] = ()) -> None:
-    """Note what a work's table holds. `rolled`: of the draft lane's, the tokens that were rolled behind it."""
+    """Note what a work's table holds. `rolled`: of the draft lane's, the tokens that were rolled behind it, of whose
+    chain all but the last are cached."""
     table, length = work.table, work.start + work.num_tokens
     table.length = length
     size = table.pool.block_size
     if table.pool.lane == "draft":
-        # the last rolled token was not evaluated, and where slots lag, none was with what the target makes of it
-        table.truncate(length, () if table.pool.lag else tuple(rolled[:-1]))
+        # where slots lag, none was evaluated with what the target makes of it
+        chain = work.draft.chain_nodes() if isinstance(work.draft, Roll) and not table.pool.lag else ()
+        table.truncate(length, tuple(rolled[node - 1] for node in chain[:-1]))
     elif length // size > table.published and publishes:
         request = work.request  # before the transition, or a finished request would leave nothing
         if not request.decoder.gang or len(request.branches) == 1:

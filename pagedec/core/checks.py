@@ -7,26 +7,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.history import History
-from pagedec.core.protocol import (
-    Ask,
-    Best,
-    Child,
-    Decoder,
-    Hypothesis,
-    LogProbs,
-    Query,
-    Roll,
-    RowBest,
-    Sample,
-    Sampler,
-    TopK,
-    Verdict,
-)
+from pagedec.core.protocol import Ask, Best, Child, Decoder, Hypothesis, LogProbs, Query, RowBest, Sample, TopK, Verdict
 from pagedec.core.request import Branch, Request
+from pagedec.core.sampler import Sampler
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import MAX_INT32
+from pagedec.speculation import MOST_CANDIDATES
 
 FEW = 4
 """Up to so many branches a list is searched as fast as a set is made."""
@@ -117,6 +105,11 @@ def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None
         _check_tokens("draft.tokens", draft.tokens, vocab_size)
     elif isinstance(draft, Roll):
         _check_whole("draft.count", draft.count, 0, MAX_INT32)
+        if draft.widths and len(draft.widths) != draft.count:
+            limit = f"must be one for each of {draft.count} places, or none"
+            raise InvalidArgument("draft.widths", draft.widths, limit)
+        for width in draft.widths:
+            _check_whole("draft.widths", width, 1, MOST_CANDIDATES)
         _check_sampler("draft.sampler", draft.sampler)
         _check_stream("draft.stream", draft.stream)
         if "draft" not in decoder.lanes:

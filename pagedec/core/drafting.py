@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.plan import Work
 from pagedec.core.preemption import Room
-from pagedec.core.protocol import Roll, Sample
+from pagedec.core.protocol import Sample
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Chain, Rows
 from pagedec.core.table import CopyPlan, reserve
@@ -161,7 +161,7 @@ class Drafting:
         work = Work(request, branch, table, start, count)
         if caught_up:
             rule_id = -1 if request.rules is NO_RULES else request.arrival
-            work.roll = builder.roll(table, row, length, roll, rule_id, branch.prompt_length)
+            work.draft, work.roll = roll, builder.roll(table, row, length, roll, rule_id, branch.prompt_length)
         rows.plan.works.append(work)
         rows.take_drafting(pending, count)
         return (roll, work.roll) if caught_up else (EMPTY, -1)

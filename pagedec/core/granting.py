@@ -4,15 +4,13 @@ take and how likely each node is. Nobody looks at a token."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
 
 from pagedec.core.costs import StepCosts
-from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import Roll
+from pagedec.core.draft import EMPTY, Draft, Roll
 
 SLOWER = 1.1
 """How much longer a step may take because of drafts where plain requests are in it."""
@@ -22,11 +20,11 @@ MARGIN = 1.01
 
 class Wish(NamedTuple):
     """A draft that wants rows: what each of its nodes is expected to add, a parent no less than its children.
-    `is_roll`: a chain that is rolled first. `is_whole`: it cannot be cut; `gains` has what all of it adds, at its
-    first node."""
+    `depths`: of each node, where they are rolled first. `is_whole`: it cannot be cut; `gains` has what all of it adds,
+    at its first node."""
 
     gains: Sequence[float]
-    is_roll: bool = False
+    depths: Sequence[int] = ()
     is_whole: bool = False
 
     def gain(self, num_nodes: int) -> float:
@@ -36,6 +34,10 @@ class Wish(NamedTuple):
     def likeliest(self, num_nodes: int) -> list[int]:
         """So many nodes, a parent before its children."""
         return sorted(range(1, len(self.gains) + 1), key=lambda node: -self.gains[node - 1])[:num_nodes]
+
+    def roll_depth(self, nodes: Sequence[int]) -> int:
+        """How many tokens are rolled one behind the other for these nodes."""
+        return max([self.depths[node - 1] for node in nodes], default=0) if self.depths else 0
 
 
 class Load(NamedTuple):
@@ -67,7 +69,8 @@ def grant(wishes: Sequence[Wish], load: Load, costs: StepCosts) -> Grants:
     owner, node = owner[order], node[order]
     num_rows, depth = np.append(0, np.cumsum(size[order])), np.append(0, depth[order])  # entry i: with i items
     tokens = load.num_tokens + np.append(0.0, np.cumsum(gain[order]))
-    seconds = _seconds(load, costs, num_rows, depth)
+    num_rolls = np.append(0, np.cumsum((depth[1:] > 0) & (node == 1)))
+    seconds = _seconds(load, costs, num_rows, depth, num_rolls)
     bare = float(seconds[0])
     allowed = num_rows <= max(0, load.rows_left)
     if load.is_shared:
@@ -82,10 +85,9 @@ def grant(wishes: Sequence[Wish], load: Load, costs: StepCosts) -> Grants:
     return Grants(nodes, bare, float(seconds[best]), float(tokens[best]))
 
 
-def fits(num_nodes: int, is_roll: bool, load: Load, costs: StepCosts) -> float | None:
+def fits(num_nodes: int, roll_depth: int, load: Load, costs: StepCosts) -> float | None:
     """Seconds of the step with one draft of so many nodes; None where plain requests would wait too long for it."""
-    rows, depth = np.array([num_nodes]), np.array([num_nodes if is_roll else 0])
-    seconds = float(_seconds(load, costs, rows, depth, np.array([int(is_roll)]))[0])
+    seconds = float(_seconds(load, costs, np.array([num_nodes]), np.array([roll_depth]), np.array([1]))[0])
     return None if load.is_shared and seconds > SLOWER * float(costs.of(load.num_rows)) else seconds
 
 
@@ -96,7 +98,8 @@ def cut(draft: Draft | Roll, nodes: Sequence[int]) -> Draft | Roll:
     if not nodes:
         return EMPTY
     if isinstance(draft, Roll):
-        return replace(draft, count=len(nodes))
+        depths = draft.depths()
+        return draft.narrowed([len([*own]) for _, own in groupby(sorted(depths[node] for node in nodes))])
     place = {0: 0}
     for node in sorted(nodes):
         place[node] = len(place)
@@ -112,16 +115,16 @@ def _items(wishes: Sequence[Wish], rows_left: int) -> tuple[np.ndarray, ...]:
     node = np.arange(1, num_nodes + 1) - (np.cumsum(sizes) - sizes).repeat(sizes)
     gain = np.fromiter(chain.from_iterable([wish.gains for wish in wishes]), np.float64, num_nodes)
     size = np.array([len(wish.gains) if wish.is_whole else 1 for wish in wishes], np.int64).repeat(sizes)
-    depth = np.array([wish.is_roll for wish in wishes], np.int64).repeat(sizes) * node
+    own = chain.from_iterable([wish.depths or repeat(0, len(wish.gains)) for wish in wishes])
+    depth = np.fromiter(own, np.int64, num_nodes)
     found = np.flatnonzero((gain > 0) & (size <= rows_left))
     return owner[found], node[found], gain[found], size[found], depth[found]
 
 
 def _seconds(
-    load: Load, costs: StepCosts, num_rows: np.ndarray, depth: np.ndarray, num_rolls: np.ndarray | None = None
+    load: Load, costs: StepCosts, num_rows: np.ndarray, depth: np.ndarray, num_rolls: np.ndarray
 ) -> np.ndarray:
     seconds = costs.of(load.num_rows + num_rows)
     if not depth.any():
         return seconds
-    rolls = np.cumsum(depth == 1) if num_rolls is None else num_rolls
-    return np.asarray(seconds + costs.of_rolls(rolls, np.maximum.accumulate(depth), load.is_masked))
+    return np.asarray(seconds + costs.of_rolls(num_rolls, np.maximum.accumulate(depth), load.is_masked))

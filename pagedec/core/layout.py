@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from pagedec.core.block import BlockPool
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.forward import (
     DRAW_DTYPE,
     NO_BEST_GROUPS,
@@ -21,9 +21,10 @@ from pagedec.core.forward import (
 )
 from pagedec.core.marks import RowMarks
 from pagedec.core.plan import AskSlice
-from pagedec.core.protocol import Ask, Best, Query, Roll, RowBest, Sample, Sampler, TopK
+from pagedec.core.protocol import Ask, Best, Query, RowBest, Sample, TopK
 from pagedec.core.ranking import Ranking
 from pagedec.core.rolling import Rolls
+from pagedec.core.sampler import Sampler
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.fields import MAX_UINT64
@@ -33,7 +34,7 @@ from pagedec.fields import MAX_UINT64
 def draw_record(sampler: Sampler, stream: int) -> bytes:
     """A draw's record but for its row and position."""
     names = sampler.seed & MAX_UINT64, stream & MAX_UINT64
-    record = (*names, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p)
+    record = (*names, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p, 0, 0)
     return np.array([record], DRAW_DTYPE).tobytes()
 
 
@@ -155,10 +156,8 @@ class LaneBuilder:
         self._adapters.append(adapter)
         self._tokens += chain
         last = first + len(chain) - 1
-        if isinstance(draft, Roll):
-            self._tokens += [0] * size
-        elif size:
-            self._tokens += draft.tokens
+        if size:
+            self._tokens += [0] * size if isinstance(draft, Roll) else draft.tokens
             if not draft.is_chain:
                 self._parents.append((last + 1, np.array(draft.parents, np.int32) + (len(chain) - 1)))
                 depths = np.array(draft.depths()[1:], np.int32)
@@ -269,11 +268,11 @@ class LaneBuilder:
         first, lag = length - table.pool.lag, table.pool.lag
         slots = [table.slot(first + i) for i in range(roll.count - 1)]
         record = [draw[0], len(self._tables) - 1, roll.count, -1, max(0, prompt_length - lag), rule_id, roll.rejects, 0]
-        return self.rolls.add(record, roll.count, slots)
+        return self.rolls.add(record, roll, slots)
 
-    def verify(self, first_draw: int, rolled: range) -> None:
-        """Have the draws from `first_draw` on verify, by rejection, the tokens at these places among all rolled."""
-        self._verified += enumerate(rolled, first_draw)
+    def verify(self, draws: Iterable[int], rolled: Iterable[int]) -> None:
+        """Have draws verify, by rejection, the tokens at these places among all rolled."""
+        self._verified += zip(draws, rolled, strict=True)
 
     # ---- laying out
     def finish(self, copies: CopyPlan, loads: tuple[np.ndarray, np.ndarray] = (NO_INTS, NO_INTS)) -> LaneForward:
@@ -327,6 +326,7 @@ class LaneBuilder:
             masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
             rolls=self.rolls.records(),
             roll_slots=self.rolls.slots(),
+            roll_widths=self.rolls.widths(),
             feature_slots=self.rolls.feature_slots(),
             verified_draws=verified[0],
             verified_tokens=verified[1],

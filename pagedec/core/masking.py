@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from pagedec.core.constraint import Allowed, Constraint, permits
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.forward import EVERYTHING, LISTED, LaneForward, Masks, split_rolled
-from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
 from pagedec.errors import RequestError, counted, told
 
@@ -74,7 +73,7 @@ class StepMasks:
         stopping = work.request.stopping
         assert constraint is not None
         if isinstance(draft, Roll):
-            draft = Draft.chain(chains[work.roll])
+            draft = draft.draft(chains[work.roll])
         states = {0: branch.constraint_state}
         if draft.tokens:
             states = node_states(constraint, stopping.stops, branch.constraint_state, draft)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-from pagedec.core.draft import Draft, chain_parents, depths_of
-from pagedec.core.protocol import Roll
+from pagedec.core.draft import Draft, Roll, depths_of
 
 HOPE = (0.5, 0.15, 0.05)
 """Of a first token that nobody knows anything of: the first guess, the second, and others."""
@@ -55,8 +54,7 @@ class Odds:
 
     def gains(self, draft: Draft | Roll) -> list[float]:
         """The chance of each node but the root to be accepted with all before it: what it adds to a step's tokens."""
-        grade = draft.grade if isinstance(draft, Draft) else 0
-        parents = draft.parents if isinstance(draft, Draft) else chain_parents(draft.count)
+        grade, parents = draft.grade if isinstance(draft, Draft) else 0, draft.parents
         gains, chance = [1.0], self._chance
         for parent, (depth, rank) in zip(parents, places(parents), strict=True):
             gain = gains[parent]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagedec.core.costs import StepShape
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.forward import LaneForward
 from pagedec.core.masking import StepMasks
-from pagedec.core.protocol import Query, Roll
+from pagedec.core.protocol import Query
 from pagedec.core.request import GONE, Branch, Request
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import RequestError
@@ -59,6 +59,7 @@ class Work:
     """The draw of a plain sampling row, which has neither query nor asks."""
     query: Query | None = None
     draft: Draft | Roll = EMPTY
+    """Of the draft lane: what is rolled behind it."""
     asks: tuple[AskSlice, ...] = ()
     report: WorkReport | None = None
     roll: int = -1

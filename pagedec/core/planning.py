@@ -21,10 +21,11 @@ from pagedec.core.parked import Parking
 from pagedec.core.pausing import extra_rows
 from pagedec.core.plan import StepPlan, shape_of
 from pagedec.core.preemption import Room
-from pagedec.core.protocol import Best, Query, Sampler
+from pagedec.core.protocol import Best, Query
 from pagedec.core.request import KNOWN, LAST, Branch, Request, order_of
 from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Chain, Rows
+from pagedec.core.sampler import Sampler
 from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.core.weighing import Weighing
 from pagedec.errors import PagedecError, RequestError, told

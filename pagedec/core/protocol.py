@@ -6,7 +6,6 @@ block, a slot or a tensor. Everything here is an immutable value.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,10 @@ import numpy as np
 
 from pagedec.core.constraint import MAX_FORCED, Constraint
 from pagedec.core.cutting import cut_drawn
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.sampler import GREEDY, Sampler
 from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
-from pagedec.errors import InvalidArgument
-from pagedec.fields import MAX_INT32
 
 if TYPE_CHECKING:
     from pagedec.core.archive import Archive
@@ -29,34 +27,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------- asks
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """How a token is drawn: the distribution softmax(z / temperature), cut by top_k, then top_p, then min_p,
-    renormalised, and the seed of the Gumbel noise. `temperature` 0 is greedy and ignores the rest. Raises
-    `InvalidArgument` for numbers that nothing can be drawn with."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidArgument("temperature", self.temperature, "must be a finite number, 0 or more")
-        if not isinstance(self.top_k, int) or not 0 <= self.top_k <= MAX_INT32:
-            raise InvalidArgument("top_k", self.top_k, f"must be a whole number from 0 to {MAX_INT32}")
-        if not 0 < self.top_p <= 1:
-            raise InvalidArgument("top_p", self.top_p, "must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise InvalidArgument("min_p", self.min_p, "must be from 0 to 1")
-        if not isinstance(self.seed, int):
-            raise InvalidArgument("seed", self.seed, "must be a whole number")
-
-
-GREEDY = Sampler()
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """For each node, one token per stream. `nodes` None: every node that is run. Answer: int array [num_nodes,
@@ -143,30 +113,6 @@ class Candidates:
 
 
 Ask: TypeAlias = Sample | TopK | LogProbs | Best | RowBest
-
-
-@dataclass(frozen=True, slots=True)
-class Roll:
-    """Stands in a query's draft place: the draft lane rolls a chain of `count` tokens within the step, before the
-    target lane's forward. With the target's own sampler and stream, draft and target draw with the same noise."""
-
-    count: int
-    sampler: Sampler = GREEDY
-    stream: int = 0
-    rejects: bool = False
-    """True: what a query's one Sample, of one stream, answers at the node before a rolled token is that token with
-    probability min(1, p / q), else a draw from norm(max(0, p - q)): p is what the Sample's draw there would be taken
-    from, q what the token was drawn from. The roll's stream must be another one: draws that share noise are dependent.
-    Behind the first node that answers another token answers mean nothing."""
-
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes besides the root."""
-        return self.count
-
-    def depths(self) -> Sequence[int]:
-        """The depth of every node, the root's 0 first."""
-        return range(self.count + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from pagedec.core.draft import Draft
-from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward
+from pagedec.core.draft import Roll
+from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, rolled_places
 from pagedec.core.plan import Work
-from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, Roll, RowBest, Sample, TopK
+from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, RowBest, Sample, TopK
 from pagedec.errors import InvariantError
 
 
@@ -22,7 +22,7 @@ def read_answer(
     query, draft = work.query, work.draft
     assert query is not None
     if isinstance(draft, Roll):
-        draft = Draft.chain(rolled[work.roll])
+        draft = draft.draft(rolled[work.roll])
     values: list[Any] = []
     for ask, part in zip(query.asks, work.asks, strict=True):
         first, stop = part.first, part.first + part.num_nodes
@@ -70,7 +70,7 @@ def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None
         if lane == "target" and (given.draws.shape, given.topk_tokens.shape, given.logprobs.shape) != expected:
             found = given.draws.shape, given.topk_tokens.shape, given.logprobs.shape
             raise InvariantError(f"lane {lane} was answered in shapes {found}, not {expected}")
-        num_rolled = int(forward.rolls["count"].sum()) if len(forward.rolls) else 0
+        num_rolled = int(rolled_places(forward)[-1]) if len(forward.rolls) else 0
         if len(given.rolled) != num_rolled:
             raise InvariantError(f"lane {lane} has rolled {len(given.rolled)} tokens, not {num_rolled}")
         _check_best_answers(lane, forward, given)

@@ -13,7 +13,8 @@ from pagedec.core.constraint import Constraint
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import Reports, TokenLogprobs
-from pagedec.core.protocol import Decoder, Hypothesis, Query, Sampler
+from pagedec.core.protocol import Decoder, Hypothesis, Query
+from pagedec.core.sampler import Sampler
 from pagedec.core.standing import Standing
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedec.core.draft import Roll
 from pagedec.core.forward import NO_INTS, NO_ROLLS, ROLL_DTYPE
 from pagedec.core.table import BlockTable
 
@@ -13,19 +14,21 @@ from pagedec.core.table import BlockTable
 class Rolls:
     """Collects chains in order. `add`'s results name them."""
 
-    __slots__ = ("_ends", "_records", "_slots", "_sources")
+    __slots__ = ("_ends", "_records", "_slots", "_sources", "_widths")
 
     def __init__(self) -> None:
         self._records: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._ends = [0]
         self._slots: list[int] = []
+        self._widths: list[int] = []
         self._sources: list[tuple[BlockTable, int, int]] = []
 
-    def add(self, record: list[Any], count: int, slots: list[int]) -> int:
-        """A chain of `count` tokens, of which all but the last are cached in `slots`."""
+    def add(self, record: list[Any], roll: Roll, slots: list[int]) -> int:
+        """A chain, of whose tokens all but the last are cached in `slots`."""
         self._records.append(record)
-        self._ends.append(self._ends[-1] + count)
+        self._ends.append(self._ends[-1] + roll.num_nodes)
         self._slots += slots
+        self._widths += roll.widths or (1,) * roll.count
         return len(self._records) - 1
 
     def use(self, roll: int, target_row: int) -> range:
@@ -44,6 +47,10 @@ class Rolls:
     def slots(self) -> np.ndarray:
         """int32 [sum(count - 1)]."""
         return np.array(self._slots, np.int32) if self._slots else NO_INTS
+
+    def widths(self) -> np.ndarray:
+        """int32 [sum(count)]; none where all are 1."""
+        return np.array(self._widths, np.int32) if self._ends[-1] > len(self._widths) else NO_INTS
 
     def feature_slots(self) -> np.ndarray:
         """int32 [num_rows], of the target's pool, where the lane's rows read features; else none. When all tables are

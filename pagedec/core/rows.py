@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.forward import drawn_as
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
-from pagedec.core.protocol import Query, Roll, Sample, Sampler
+from pagedec.core.protocol import Query, Sample
 from pagedec.core.request import KNOWN, Branch, Request
+from pagedec.core.sampler import Sampler
 from pagedec.core.stopping import COUNT, NO_STOPPING
 
 
@@ -137,7 +138,8 @@ class Rows:
             rolled = self.builders["draft"].rolls.use(roll, root + 1)
             if draft.rejects and query is not None:
                 sampled = next(own for ask, own in zip(query.asks, work.asks, strict=True) if isinstance(ask, Sample))
-                target.verify(sampled.first, rolled)
+                chain = draft.chain_nodes()
+                target.verify([sampled.first + node for node in (0, *chain[:-1])], [rolled[node - 1] for node in chain])
         self.plan.works.append(work)
 
     def lay_plain(self, request: Request, branch: Branch, sampler: Sampler) -> None:

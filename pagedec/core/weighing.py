@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedec.core.costs import StepCosts
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.granting import Grants, Load, Wish, cut, fits, grant
-from pagedec.core.protocol import Answer, Query, Roll, Verdict
+from pagedec.core.protocol import Answer, Query, Verdict
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Chain, Rows
 from pagedec.core.standing import LEAST_ASKING, MOST_LOST, TRIED_ROWS
@@ -83,12 +83,14 @@ class Weighing:
             if nodes[i] or standing is None or not standing.may_try or not wish.gains:
                 continue
             for size in (len(wish.gains),) if wish.is_whole else TRIED_ROWS:
-                seconds = fits(size, wish.is_roll, load, self._costs) if size <= min(left, len(wish.gains)) else None
+                chosen = wish.likeliest(size)
+                fit = len(chosen) == size <= left
+                seconds = fits(size, wish.roll_depth(chosen), load, self._costs) if fit else None
                 if seconds is None:
                     continue
                 loss = seconds / grants.bare_seconds - 1 - wish.gain(size) / load.num_tokens
                 if loss < MOST_LOST or size == 1 or wish.is_whole:
-                    nodes[i] = wish.likeliest(size)
+                    nodes[i] = chosen
                     standing.tried(max(0.0, loss))
                     return
 
@@ -99,7 +101,7 @@ def wish_of(request: Request, draft: Draft | Roll) -> Wish:
     assert standing is not None
     if standing.sizes:
         return Wish([standing.gain()] + [0.0] * (draft.num_nodes - 1), is_whole=True)
-    return Wish(standing.odds.gains(draft), isinstance(draft, Roll))
+    return Wish(standing.odds.gains(draft), draft.depths()[1:] if isinstance(draft, Roll) else ())
 
 
 def is_forced(request: Request, branch: Branch, draft: Draft | Roll) -> bool:

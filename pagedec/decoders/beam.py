@@ -22,10 +22,10 @@ from pagedec.core.protocol import (
     DecoderContext,
     Hypothesis,
     Query,
-    Sampler,
     Verdict,
 )
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.decoders.agreement import Agreement, Node
 from pagedec.decoders.beam_pool import Pool, Pooled, Scoring
 from pagedec.decoders.beam_selection import Closers, by_score, continued, diversified, repeated, select

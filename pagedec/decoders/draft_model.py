@@ -8,8 +8,8 @@ the answer has the target's distribution, but is not the one that plain sampling
 
 from __future__ import annotations
 
-from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.draft import EMPTY, Draft, Roll
+from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.sampling import Sampling
@@ -22,7 +22,8 @@ ROLLED = 1 << 63
 
 @decoder("draft_model", params=SamplingParams, speculation=DraftModelSpeculation)
 class DraftModel(Sampling):
-    """Rolls a chain ahead within the step that verifies it."""
+    """Rolls a chain ahead within the step that verifies it. At each of its places other tokens are verified, too, which
+    nothing is rolled behind."""
 
     lanes: tuple[str, ...] = ("target", "draft")
 
@@ -30,7 +31,8 @@ class DraftModel(Sampling):
         super().__init__(params, context)
         settings = params.speculation
         assert isinstance(settings, DraftModelSpeculation) and settings.num_speculative_tokens is not None
-        self.count = settings.num_speculative_tokens
+        assert settings.num_candidates is not None
+        self.count, self.num_candidates = settings.num_speculative_tokens, settings.num_candidates
         self.rejects = settings.verify == "rejection" and self.sampler.temperature > 0  # greedy: p and q are certain
 
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
@@ -39,4 +41,14 @@ class DraftModel(Sampling):
         count, stream = min(self.count, self.context.left(branch), room), branch.state[0]
         if count <= 0 or (self.rejects and len(branch.state) > 1):
             return EMPTY
-        return Roll(count, self.sampler, stream ^ ROLLED if self.rejects else stream, self.rejects)
+        widths = widths_within(count, self.num_candidates, room)
+        return Roll(count, self.sampler, stream ^ ROLLED if self.rejects else stream, self.rejects, widths)
+
+
+def widths_within(count: int, num_candidates: int, room: int) -> tuple[int, ...]:
+    """Of a roll of `count` tokens with as many candidates each as fit into `room` nodes, the first places first."""
+    widths, left = [1] * count, min(room, count * num_candidates) - count
+    for place in range(count):
+        widths[place] += min(left, num_candidates - 1)
+        left -= widths[place] - 1
+    return tuple(widths) if max(widths) > 1 else ()

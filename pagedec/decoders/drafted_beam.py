@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import Answer, Candidates, Child, DecoderContext, Query, Roll, RowBest, Verdict
+from pagedec.core.draft import EMPTY, Draft, Roll
+from pagedec.core.protocol import Answer, Candidates, Child, DecoderContext, Query, RowBest, Verdict
 from pagedec.core.request import Branch
 from pagedec.decoders.beam import Beam
 from pagedec.decoders.beam_replay import MARGIN, merged
@@ -178,10 +178,11 @@ class DraftedBeam(Beam):
 
 
 def _nodes_of(draft: Draft) -> dict[tuple[int, int], int]:
-    """Each node by its parent and its token."""
-    return {
-        (parent, token): node for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1)
-    }
+    """Each node by its parent and its token; of equals the first, which others continue."""
+    nodes = dict[tuple[int, int], int]()
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):
+        nodes.setdefault((parent, token), node)
+    return nodes
 
 
 def _continued(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedec.core.protocol import GREEDY, Answer, DecoderContext, Query, Sample, Verdict
+from pagedec.core.protocol import Answer, DecoderContext, Query, Sample, Verdict
 from pagedec.core.request import Branch
+from pagedec.core.sampler import GREEDY
 from pagedec.decoders.guesses import Tree, arbitrary
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.sampling import Sampling

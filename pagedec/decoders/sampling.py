@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import (
-    Answer,
-    Child,
-    Decoder,
-    DecoderContext,
-    Hypothesis,
-    Query,
-    Roll,
-    Sample,
-    Sampler,
-    Verdict,
-)
+from pagedec.core.draft import EMPTY, Draft, Roll
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Hypothesis, Query, Sample, Verdict
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.verify import match
 from pagedec.errors import InvalidArgument

@@ -152,9 +152,9 @@ class Roller(Protocol):
     def carry_on(
         self, forward: LaneForward, tokens: np.ndarray, rules: Mapping[int, Any], kept: torch.Tensor, rows: np.ndarray
     ) -> None:
-        """Draw all tokens of `forward.rolls` but the first of each, and put them behind it: `tokens` int32
-        [sum(count)], one chain behind the other. `rows` int32 [num_rolls]: the first row of `kept` fp32 [*, vocab] that
-        receives what a chain's tokens are drawn from; -1: none does."""
+        """Draw all tokens of `forward.rolls` but those of each one's first place, and put them behind these: `tokens`
+        int32 [sum(widths)], as in `LaneAnswers.rolled`. `rows` int32 [num_rolls]: the first row of `kept` fp32
+        [*, vocab] that receives what a chain's tokens are drawn from; -1: none does."""
 
 
 class ReadOut(Protocol):

@@ -328,7 +328,8 @@ class NativeBackend(HostBackend):
 
     def _sample(self, call: KernelCall, logits: torch.Tensor, draws: np.ndarray, out: int | None) -> None:
         count, vocab = call.given(np.array([len(draws)], np.int32)), logits.shape[1]
-        if not any(draws["temperature"].tolist()) and draws["row"].tolist() == [*range(len(draws))]:
+        plain = not any(draws["temperature"].tolist()) and draws["row"].tolist() == [*range(len(draws))]
+        if plain and not any(draws["rank"].tolist()):
             call.run(ArgmaxArgs(count, logits.data_ptr(), out, vocab, 0))
         else:
             given = call.given(np.ascontiguousarray(draws))

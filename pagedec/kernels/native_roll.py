@@ -83,6 +83,8 @@ class NativeRoller:
         record.chains, record.draws, record.tokens = chains.ctypes.data, draws.ctypes.data, tokens.ctypes.data
         record.block_table, record.table_stride = table.ctypes.data, table.shape[1]
         record.chain_slots, record.rules = slots.ctypes.data, records.ctypes.data
+        widths = int32(forward.roll_widths)
+        record.widths = widths.ctypes.data if len(widths) else None
         record.kept = address(kept, torch.float32, "kept") if len(kept) else None
         record.num_chains, record.num_rules = len(rolls), len(flat)
         self._backend.context.roll(record)

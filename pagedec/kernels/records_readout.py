@@ -105,7 +105,8 @@ class TopkLseArgs(Structure):
 
 
 class Draw(Structure):
-    """One Gumbel-max draw from one row; DRAW_DTYPE of `pagedec.core.forward` is the same record for numpy."""
+    """One Gumbel-max draw from one row, the best or one behind it. DRAW_DTYPE of `pagedec.core.forward` is the same
+    record for numpy."""
 
     _fields_ = [
         ("seed", c_uint64),
@@ -116,6 +117,8 @@ class Draw(Structure):
         ("temperature", c_float),
         ("top_p", c_float),
         ("min_p", c_float),
+        ("rank", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -189,6 +192,7 @@ class RollArgs(Structure):
         ("chain_slots", c_void_p),
         ("token_plane", c_void_p),
         ("rules", c_void_p),
+        ("widths", c_void_p),
         ("tokens", c_void_p),
         ("kept", c_void_p),
         ("num_kinds", c_int32),

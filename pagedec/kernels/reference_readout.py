@@ -140,13 +140,18 @@ def log_probabilities(row: Floats, draw: np.void) -> npt.NDArray[np.float64]:
 
 
 def sample(logits: Floats, draws: npt.NDArray[np.void]) -> Ints:
-    """Return one token for each draw (DRAW_DTYPE); temperature 0 is the argmax."""
+    """Return one token for each draw (DRAW_DTYPE); temperature 0 is the argmax. Of rank r: what comes r places behind
+    it, or itself where no more are left."""
     tokens = np.empty(len(draws), np.int32)
     for i, draw in enumerate(draws):
         row = logits[int(draw["row"])]
-        if draw["temperature"] == 0.0 or not np.any(_clean(row) > -np.inf):
-            tokens[i] = argmax(row)
-            continue
-        noise = gumbel(int(draw["seed"]), int(draw["stream"]), int(draw["position"]), 0, len(row))
-        tokens[i] = np.argmax(log_probabilities(row, draw) + noise)
+        scores = _clean(row)
+        if draw["temperature"] != 0.0 and np.any(scores > -np.inf):
+            noise = gumbel(int(draw["seed"]), int(draw["stream"]), int(draw["position"]), 0, len(row))
+            scores = log_probabilities(row, draw) + noise
+        rank = int(draw["rank"])
+        if rank and rank < np.count_nonzero(scores > -np.inf):
+            tokens[i] = np.argsort(-scores, kind="stable")[rank]
+        else:
+            tokens[i] = argmax(scores)
     return tokens

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneAnswers, LaneForward, Masks, Problems, ProcessRows
+from pagedec.core.forward import LaneAnswers, LaneForward, Masks, Problems, ProcessRows, rolled_places
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.core.wire import Step
 from pagedec.errors import InvariantError
@@ -221,11 +221,14 @@ class LaneRunner:
     # ---- chains
     def roll(self, forward: LaneForward) -> np.ndarray:
         """The forward, and the chains that begin in it: the i-th token of each is evaluated to give the next one.
-        Returns the chains, one behind the other: int32 [sum(count)]."""
-        counts = forward.rolls["count"]
+        Returns the chains, one behind the other, each place by place: int32 [sum(widths)]."""
+        counts, places = forward.rolls["count"], rolled_places(forward)
         firsts, rows = np.cumsum(counts) - counts, self._kept_rows(forward.rolls)
-        tokens = np.empty(int(counts.sum()), np.int32)
-        tokens[firsts] = self.execute(_beginning(forward), keep=self._keeper(rows)).draws
+        tokens, widths = np.empty(int(places[-1]), np.int32), np.diff(places)
+        first = _beginning(forward, widths[firsts])
+        tokens[places[firsts].repeat(widths[firsts]) + first.draws["rank"]] = self.execute(
+            first, keep=self._keeper(rows)
+        ).draws
         if self._roller is not None:
             self._roller.carry_on(forward, tokens, self._rules, self._kept.rows, rows)
             return tokens
@@ -233,21 +236,25 @@ class LaneRunner:
         for i in range(1, int(counts.max())):
             going = np.nonzero(counts > i)[0]
             slots = forward.roll_slots[first_slots[going] + (i - 1)]
-            step = _continued(forward, forward.rolls[going], tokens[firsts[going] + (i - 1)], slots, i, self.model.lag)
+            own, before = firsts[going] + i, tokens[places[firsts[going] + (i - 1)]]
+            draws = _draws(forward.rolls[going], i, widths[own])
+            step = _continued(forward, forward.rolls[going], before, slots, draws, self.model.lag)
             keep = self._keeper(rows[going], i)
-            tokens[firsts[going] + i] = self.execute(step, keep=keep, chains=going.astype(np.int32)).draws
+            drawn = self.execute(step, keep=keep, chains=going.astype(np.int32)).draws
+            tokens[places[own].repeat(widths[own]) + draws["rank"]] = drawn
         return tokens
 
-    def drafted(self, rolls: np.ndarray, rolled: np.ndarray, places: np.ndarray) -> Drafted:
-        """Of the forward that was rolled last: the tokens at `places` among `rolled`, which were kept. Another lane's
-        kernels read what they were drawn from, which is in no order with this lane's."""
+    def drafted(self, forward: LaneForward, rolled: np.ndarray, given: np.ndarray) -> Drafted:
+        """Of the forward that was rolled last: the tokens at the places `given` among `rolled`, which were kept.
+        Another lane's kernels read what they were drawn from, which is in no order with this lane's."""
         self.backend.wait()
-        ends = np.cumsum(rolls["count"])
+        rolls = forward.rolls
+        ends, places = np.cumsum(rolls["count"]), np.searchsorted(rolled_places(forward), given, side="right") - 1
         owners = np.searchsorted(ends, places, side="right")
         index = places - (ends - rolls["count"])[owners]
         draws = rolls["draw"][owners]
         draws["row"], draws["position"] = self._kept_rows(rolls)[owners] + index, draws["position"] + index
-        return Drafted(self._kept.rows, draws, rolled[places])
+        return Drafted(self._kept.rows, draws, rolled[given])
 
     def _kept_rows(self, rolls: np.ndarray) -> np.ndarray:
         """Where the logits begin that each roll's tokens are drawn from, -1: they are not kept. There is room."""
@@ -269,11 +276,11 @@ class LaneRunner:
         return keep
 
 
-def _beginning(forward: LaneForward) -> LaneForward:
+def _beginning(forward: LaneForward, widths: np.ndarray) -> LaneForward:
     """The draft lane's forward, read out at the rows where chains begin."""
     rolls = forward.rolls
     rows, processing = np.ascontiguousarray(rolls["draw"]["row"]), _processing(rolls, rolls["branch"])
-    return replace(forward, read_rows=rows, draws=_draws(rolls, 0), processing=processing)
+    return replace(forward, read_rows=rows, draws=_draws(rolls, 0, widths), processing=processing)
 
 
 def _beginnings(forward: LaneForward) -> np.ndarray:
@@ -284,12 +291,11 @@ def _beginnings(forward: LaneForward) -> np.ndarray:
 
 
 def _continued(
-    forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slots: np.ndarray, i: int, lag: int
+    forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slots: np.ndarray, draws: np.ndarray, lag: int
 ) -> LaneForward:
     """One more row for each chain: its last token, in the slot reserved for it."""
     rows = np.arange(len(rolls), dtype=np.int32)
-    draws = _draws(rolls, i)
-    kv_len = draws["position"] - np.int32(lag)
+    kv_len = draws["position"][draws["rank"] == 0] - np.int32(lag)
     return LaneForward(
         lane=forward.lane,
         token_ids=tokens,
@@ -304,10 +310,11 @@ def _continued(
     )
 
 
-def _draws(rolls: np.ndarray, i: int) -> np.ndarray:
-    """How the i-th token of each chain is drawn, from one read-out row each."""
-    draws = rolls["draw"].copy()
-    draws["row"] = np.arange(len(rolls))
+def _draws(rolls: np.ndarray, i: int, widths: np.ndarray) -> np.ndarray:
+    """How the i-th token of each chain is drawn, and those behind it, `widths` in all, from one read-out row each."""
+    draws = rolls["draw"].repeat(widths)
+    draws["row"] = np.arange(len(rolls)).repeat(widths)
+    draws["rank"] = np.arange(len(draws)) - (np.cumsum(widths) - widths).repeat(widths)
     draws["position"] += i
     return draws
 

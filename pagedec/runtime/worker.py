@@ -19,6 +19,8 @@ from pagedec.core.forward import (
     Masks,
     Problems,
     asks_draws_alone,
+    rolled_ends,
+    rolled_places,
 )
 from pagedec.core.wire import Step
 from pagedec.kernels.backend import Drafted
@@ -98,7 +100,7 @@ class Worker:
                 if target is not None:
                     target = with_rolled(target, draft, rolled)
                     if len(target.verified_draws):
-                        drafted = runner.drafted(draft.rolls, rolled, target.verified_tokens)
+                        drafted = runner.drafted(draft, rolled, target.verified_tokens)
             else:
                 answers["draft"] = runner.execute(draft)
                 if reads:
@@ -124,7 +126,7 @@ class Worker:
         try:
             rolled = runner.roll(draft)
         except Exception:
-            self._link.broadcast(np.full(int(draft.rolls["count"].sum()), -1, np.int32))
+            self._link.broadcast(np.full(int(rolled_places(draft)[-1]), -1, np.int32))
             self.is_whole = True  # they go no further in this step
             raise
         self._link.broadcast(rolled)
@@ -159,7 +161,7 @@ def _fails(wait: Callable[[], None]) -> bool:
 
 def with_rolled(target: LaneForward, draft: LaneForward, rolled: np.ndarray) -> LaneForward:
     """The target's forward with the tokens that the draft lane has rolled in their rows."""
-    counts, rows = draft.rolls["count"], draft.rolls["target_row"]
+    counts, rows = np.diff(rolled_ends(draft), prepend=0), draft.rolls["target_row"]
     index = np.arange(len(rolled)) - np.repeat(np.cumsum(counts) - counts, counts)
     used = np.repeat(rows >= 0, counts)
     token_ids = target.token_ids.copy()

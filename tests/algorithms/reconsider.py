@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Query, Sample, Sampler, TopK, Verdict
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Query, Sample, TopK, Verdict
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.decoders import decoder
 from pagedec.fields import Integer, Number, option
 from pagedec.params import RequestParams

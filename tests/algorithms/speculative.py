@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.draft import Roll
+from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch
 from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams
@@ -12,9 +13,10 @@ from pagedec.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeParams(SamplingParams):
-    """Chains of `count` tokens."""
+    """Chains of `count` tokens, with others beside every second one."""
 
     count: int = 3
+    num_candidates: int = 3
 
 
 @decoder("test-speculative", params=SpeculativeParams)
@@ -25,8 +27,9 @@ class Speculative(Sampling):
 
     def __init__(self, params: SpeculativeParams, context: DecoderContext) -> None:
         super().__init__(params, context)
-        self.count = params.count
+        self.count, self.num_candidates = params.count, params.num_candidates
 
     def draft(self, branch: Branch, room: int) -> Roll:
         """Of several streams the first is followed; their own rolls begin when they part."""
-        return Roll(self.count, self.sampler, branch.state[0])
+        widths = tuple(1 if place % 2 else self.num_candidates for place in range(self.count))
+        return Roll(self.count, self.sampler, branch.state[0], widths=widths if self.num_candidates > 1 else ())

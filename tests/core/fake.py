@@ -47,6 +47,14 @@ def reference_noise(seed: int, stream: int, position: int) -> list[float]:
 noise = reference_noise  # the device's; a mutant of it must not reach the reference
 
 
+def others(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], width: int) -> list[int]:
+    """So many tokens in the order in which they would be drawn, the first again where there are no more."""
+    scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
+    order = sorted(range(len(scores)), key=lambda token: -scores[token])
+    found = [token for token in order if scores[token] > -math.inf][:width]
+    return found + found[:1] * (width - len(found))
+
+
 def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned: Sequence[int] = ()) -> int:
     """The most probable token, or the one that the noise chooses."""
     scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
@@ -140,10 +148,12 @@ class FakeRunner:
             self._check_against_history(plan, lane, forward)
             self._forbidden = self._masked(plan.step, forward, rolled)
             answers[lane] = self._read_out(lane, forward)
-            slots = forward.roll_slots.tolist()
+            slots, widths = forward.roll_slots.tolist(), forward.roll_widths.tolist()
+            widths = widths or [1] * sum(forward.rolls["count"].tolist())
             for roll in forward.rolls:
-                rolled += self._roll(lane, forward, roll, [slots.pop(0) for _ in range(roll["count"] - 1)])
-            assert not slots, "a roll has more slots than tokens to evaluate"
+                own = [slots.pop(0) for _ in range(roll["count"] - 1)]
+                rolled += self._roll(lane, forward, roll, own, [widths.pop(0) for _ in range(roll["count"])])
+            assert not slots and not widths, "a roll has more slots than tokens to evaluate"
             if lane == "draft":
                 answers[lane] = replace(answers[lane], rolled=np.array(rolled, np.int32))
         for work in plan.works:
@@ -312,8 +322,11 @@ class FakeRunner:
             out[row] = process(raw[row], texts[row], int(given.prompt_lengths[i]), rules)
         return out
 
-    def _roll(self, lane: str, forward: LaneForward, roll: np.void, slots: list[int]) -> tuple[int, ...]:
-        """The first token comes from the branch's root row, each further one evaluates the token just drawn."""
+    def _roll(
+        self, lane: str, forward: LaneForward, roll: np.void, slots: list[int], widths: list[int]
+    ) -> tuple[int, ...]:
+        """The first token comes from the branch's root row, each further one evaluates the token just drawn; beside it
+        stand those that were nearest to be drawn."""
         branch, draw, count = int(roll["branch"]), roll["draw"], int(roll["count"])
         seen = self.seen(lane, forward, branch, int(draw["row"] - forward.row_indptr[branch]))
         table, size, lag = forward.block_table[branch], self.block_size, self.lags.get(lane, 0)
@@ -323,12 +336,13 @@ class FakeRunner:
         for i in range(count):
             gumbel = noise(int(draw["seed"]), int(draw["stream"]), len(seen) + lag)
             scores = process(self.models[lane](seen), seen, int(roll["prompt_length"]), rules)
-            rolled.append(pick(scores, draw["temperature"] == 0, gumbel))
+            drawn = pick(scores, draw["temperature"] == 0, gumbel)
+            rolled += drawn, *others(scores, draw["temperature"] == 0, gumbel, widths[i])[1:]
             if i < count - 1:
                 slot = slots[i]
                 assert slot == table[len(seen) // size] * size + len(seen) % size, "a rolled token lies elsewhere"
-                self.kv[lane][slot] = (rolled[-1], len(seen), -lag)  # a lag's are good for nothing behind the roll
-                seen.append(rolled[-1])
+                self.kv[lane][slot] = (drawn, len(seen), -lag)  # a lag's are good for nothing behind the roll
+                seen.append(drawn)
         return tuple(rolled)
 
 

@@ -20,11 +20,11 @@ from pagedec.core.protocol import (
     DecoderContext,
     Hypothesis,
     Query,
-    Sampler,
     TopK,
     Verdict,
 )
 from pagedec.core.request import Branch, Request
+from pagedec.core.sampler import Sampler
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.core.wire import Step, pack_step

@@ -17,7 +17,6 @@ from pagedec.core.forward import Answers, LaneAnswers
 from pagedec.core.history import History
 from pagedec.core.logprobs import Reporting
 from pagedec.core.protocol import (
-    GREEDY,
     Answer,
     Best,
     Child,
@@ -28,12 +27,12 @@ from pagedec.core.protocol import (
     Query,
     RowBest,
     Sample,
-    Sampler,
     TopK,
     Verdict,
 )
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Branch, Request, Settled
+from pagedec.core.sampler import GREEDY, Sampler
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument, InvariantError

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pagedec.core.draft import Draft
+from pagedec.core.draft import Draft, Roll
 from pagedec.core.forward import LaneForward
-from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling, decoder

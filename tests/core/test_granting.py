@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pagedec.core.costs import StepCosts
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.granting import MARGIN, SLOWER, Load, Wish, cut, grant
 from pagedec.core.odds import Odds
-from pagedec.core.protocol import Roll
 
 STAIR = StepCosts((1, 16, 17, 32, 33, 48), (1.0, 1.0, 1.5, 1.5, 2.0, 2.0))
 """Tiles of 16 rows."""
@@ -78,7 +77,7 @@ def test_what_a_roll_takes_counts() -> None:
     """A token deeper costs a token of the draft model, for one sequence or for two."""
     dear = StepCosts((1, 30), (1.0, 1.0), rolls=(0.6, 0.6), masked_rolls=(2.0, 2.0))
     cheap = StepCosts((1, 30), (1.0, 1.0), rolls=(0.01, 0.01))
-    roll = Wish([0.8**i for i in range(1, 11)], is_roll=True)
+    roll = Wish([0.8**i for i in range(1, 11)], range(1, 11))
     assert counts(roll, costs=cheap) == [10]
     rates = [sum(0.8**i for i in range(depth + 1)) / (1 + 0.1 * depth) for depth in range(11)]
     assert counts(roll, costs=StepCosts((1, 30), (1.0, 1.0), rolls=(0.1,))) == [rates.index(max(rates))] == [6]
@@ -114,7 +113,7 @@ def random_tree(rng: random.Random, size: int) -> tuple[Draft, Wish]:
     gains = [1.0]
     for parent in parents:
         gains.append(gains[parent] * rng.uniform(0.05, 0.98))
-    return Draft(tuple(range(size)), tuple(parents)), Wish(gains[1:], is_roll=False)
+    return Draft(tuple(range(size)), tuple(parents)), Wish(gains[1:])
 
 
 @pytest.mark.sampled(8)
@@ -157,6 +156,35 @@ def test_cut() -> None:
     assert cut(tree, []) is EMPTY
     assert cut(tree, [3, 4, 1]) == Draft((5, 7, 8), (0, 0, 2)) and cut(tree, [3]).grade == 2  # type: ignore[union-attr]
     assert cut(Roll(5, stream=3), [1, 2]) == Roll(2, stream=3)
+
+
+def test_cut_a_wide_roll() -> None:
+    """Of each place as many as were chosen of it, its first ones."""
+    roll = Roll(3, stream=3, widths=(3, 2, 2))
+    assert cut(roll, [1, 2, 3, 4, 5, 6, 7]) is roll and cut(roll, []) is EMPTY
+    assert cut(roll, [1, 4, 6]) == Roll(3, stream=3) and cut(roll, [1]) == Roll(1, stream=3)
+    assert cut(roll, [2, 1]) == Roll(1, stream=3, widths=(2,))
+    assert cut(roll, [4, 3, 1, 5]) == Roll(2, stream=3, widths=(2, 2))
+    assert cut(Roll(4, widths=(1, 1, 2, 1)), [1, 2, 3]) == Roll(3)
+
+
+def test_who_rolls_counts_once_however_wide() -> None:
+    """What a roll takes is by sequences and depth; beside its chain there are only rows."""
+    costs = StepCosts((1, 30), (1.0, 1.0), rolls=(0.1, 5.0))
+    wide = Wish([0.5, 0.3, 0.2, 0.25, 0.15], (1, 1, 1, 2, 2))
+    assert counts(wide, costs=costs) == [5] and counts(wide, wide, costs=costs, tokens=2, rows=2) == [1, 0]
+    found = grant([wide], Load(1, 1, 3), costs)
+    assert found.nodes == [[1, 2, 4]] and found.seconds == pytest.approx(1.2)
+    assert wide.roll_depth(wide.likeliest(2)) == 1 and wide.roll_depth(wide.likeliest(3)) == 2
+
+
+def test_odds_of_what_stands_beside_a_chain() -> None:
+    odds, roll = Odds(memory=50), Roll(2, widths=(2, 3))
+    for accepted in [[1, 3]] * 10 + [[2]] * 10 + [[1, 4]] * 10:
+        odds.note(roll.draft([7, 8, 9, 5, 6]), accepted)
+    first, second, *deeper = odds.gains(roll)
+    assert 0.5 < first < 0.8 and 0.2 < second < 0.5 and first + second < 1.01
+    assert all(gain < first for gain in deeper) and deeper[2] < 0.1 < min(deeper[:2])
 
 
 # ----------------------------------------------------------------------------------------------------------------- odds

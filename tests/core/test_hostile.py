@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pagedec.core.checks import MAX_BRANCHES
-from pagedec.core.draft import Draft
+from pagedec.core.draft import Draft, Roll
 from pagedec.core.protocol import (
     Answer,
     Child,
@@ -20,13 +20,12 @@ from pagedec.core.protocol import (
     Hypothesis,
     LogProbs,
     Query,
-    Roll,
     Sample,
-    Sampler,
     TopK,
     Verdict,
 )
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling
 from pagedec.errors import InvalidArgument, RequestError
@@ -132,6 +131,9 @@ QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
     "one stream": (asking(Sample(streams=3)), r"asks\[0\].streams is 3: must be a tuple"),  # type: ignore[arg-type]
     "a second ask": (asking(TopK(1), TopK(0)), r"asks\[1\].k is 0"),
     "a negative roll": (asking(TopK(1), draft=Roll(-1)), "draft.count is -1"),
+    "a place of no width": (asking(TopK(1), draft=Roll(2, widths=(1, 0))), "draft.widths is 0.*from 1 to 16"),
+    "a place too wide": (asking(TopK(1), draft=Roll(1, widths=(17,))), "draft.widths is 17.*from 1 to 16"),
+    "a width too many": (asking(TopK(1), draft=Roll(1, widths=(1, 2))), r"draft.widths is \(1, 2\): must be one for"),
 }  # fmt: skip
 VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
     "raises": (boom, "ZeroDivisionError"),

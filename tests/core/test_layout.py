@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from pagedec.core.block import BlockPool
-from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.forward import LaneAnswers
+from pagedec.core.draft import EMPTY, Draft, Roll
+from pagedec.core.forward import LaneAnswers, rolled_ends, rolled_places, split_rolled
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.plan import Work
-from pagedec.core.protocol import LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import LogProbs, Query, Sample, TopK
 from pagedec.core.reading import read_answer
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan, reserve
+from pagedec.runtime.worker import with_rolled
 
 BLOCK = 4
 SAMPLER = Sampler(0.5, 10, 0.9, 0.1, 2**63 + 1)
@@ -114,6 +116,28 @@ def test_a_roll_reserves_rows_that_the_device_fills() -> None:
     assert laid.roll_slots.tolist() == [table.slot(4), table.slot(5)]
     forward = target.finish(CopyPlan(pool))
     assert forward.token_ids.tolist() == [2, 0, 0, 0] and forward.positions.tolist() == [3, 4, 5, 6]
+
+
+def test_a_wide_roll_is_a_tree_of_rows() -> None:
+    """Place by place, with slots for the chain alone; beside a chain, whose widths are 1."""
+    draft_pool, pool = BlockPool("draft", 20, BLOCK, 8), BlockPool("target", 20, BLOCK, 8)
+    draft, target = LaneBuilder(draft_pool), LaneBuilder(pool)
+    rolls = [Roll(2, SAMPLER, 4), Roll(3, SAMPLER, 5, widths=(3, 1, 2))]
+    for roll in rolls:
+        table = table_of(draft_pool, 2, 6)
+        number = draft.roll(table, draft.add(table, 2, [1, 2], 2), 4, roll)
+        root = target.add(table_of(pool, 3, 10), 3, [2], 2, roll)
+        assert draft.rolls.use(number, root + 1) == (range(2), range(2, 8))[number]
+    laid, forward = draft.finish(CopyPlan(draft_pool)), target.finish(CopyPlan(pool))
+    assert laid.rolls["count"].tolist() == [2, 3] and laid.rolls["target_row"].tolist() == [1, 4]
+    assert laid.roll_widths.tolist() == [1, 1, 3, 1, 2] and len(laid.roll_slots) == 3
+    assert rolled_places(laid).tolist() == [0, 1, 2, 5, 6, 8] and rolled_ends(laid).tolist() == [2, 8]
+    tokens = np.arange(10, 18, dtype=np.int32)
+    assert split_rolled(laid, tokens) == [(10, 11), (12, 13, 14, 15, 16, 17)]
+    assert with_rolled(forward, laid, tokens).token_ids.tolist() == [2, 10, 11, 2, 12, 13, 14, 15, 16, 17]
+    assert forward.positions.tolist() == [3, 4, 5, 3, 4, 4, 4, 5, 6, 6]
+    assert forward.parents is not None and forward.parents[4:].tolist() == [0, 0, 0, 1, 4, 4]
+    assert rolls[1].chain_nodes() == [1, 4, 5] and [*rolls[0].chain_nodes()] == [1, 2]
 
 
 def test_nothing_at_all() -> None:

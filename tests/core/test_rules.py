@@ -148,7 +148,7 @@ def reports(world: World, tokens: Sequence[int], start: int, num_top: int | None
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(14))
 def test_rules_alone_and_mixed(seed: int) -> None:
     world, rng = World(seed), random.Random(seed)
     cases = [ruled(world, str(i), method, rng) for i, method in enumerate(METHODS)]
@@ -187,7 +187,7 @@ def test_beams_report_what_the_model_said(seed: int) -> None:
 def test_reports_come_from_drafts_and_stops_cut_them() -> None:
     """The mixtures above are worth something only if they meet what is rare."""
     accepted = strings = inside = cut = 0
-    for seed in range(6):
+    for seed in range(14):
         world, rng = World(seed), random.Random(seed)
         cases = [ruled(world, str(i), method, rng) for i, method in enumerate(METHODS)]
         engine = FakeEngine(world.models, limits(40))

@@ -12,8 +12,9 @@ import numpy as np
 from pagedec.core.checks import check_verdict
 from pagedec.core.draft import EMPTY
 from pagedec.core.history import History
-from pagedec.core.protocol import Answer, Best, Candidates, Decoder, DecoderContext, Hypothesis, Sampler
+from pagedec.core.protocol import Answer, Best, Candidates, Decoder, DecoderContext, Hypothesis
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import make_decoder
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedec.core.protocol import Candidates, Sampler
+from pagedec.core.protocol import Candidates
+from pagedec.core.sampler import Sampler
 from pagedec.decoders.beam_replay import MARGIN, merged
 from pagedec.kernels.reference_best import best
 

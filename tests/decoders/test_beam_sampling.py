@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pagedec.core.protocol import Candidates, Sampler
+from pagedec.core.protocol import Candidates
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
 from pagedec.decoders.beam import Beam as Decoder

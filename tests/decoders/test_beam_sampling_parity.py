@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, PretrainedConfig
 
-from pagedec.core.protocol import Sampler
+from pagedec.core.sampler import Sampler
 from pagedec.decoders.beam_selection import continued
 from tests.decoders.beam_driver import gumbel
 from tests.decoders.beam_reference import VOCAB, Case, TableModel, settings, table_of

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.history import History
-from pagedec.core.protocol import Answer, DecoderContext, Roll
+from pagedec.core.protocol import Answer, DecoderContext
 from pagedec.core.request import Branch
 from pagedec.decoders.jacobi import Jacobi
 from pagedec.params import SamplingParams

@@ -12,8 +12,9 @@ import pytest
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.history import History
-from pagedec.core.protocol import GREEDY, Answer, Child, DecoderContext, Query, Sample
+from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Sample
 from pagedec.core.request import Branch
+from pagedec.core.sampler import GREEDY
 from pagedec.decoders.lookahead import GuessPool, Lookahead
 from pagedec.params import SamplingParams
 

@@ -9,8 +9,9 @@ import pytest
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.history import History
-from pagedec.core.protocol import Answer, DecoderContext, Query, Sample, Sampler
+from pagedec.core.protocol import Answer, DecoderContext, Query, Sample
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.decoders import Sampling
 from pagedec.params import SamplingParams
 

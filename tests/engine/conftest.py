@@ -34,6 +34,13 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def other_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same tokens: now and then it draws the same one."""
+    own = variant("other", length=8, initializer_range=0.15, num_hidden_layers=1)
+    return make_checkpoint(own, tmp_path_factory.mktemp("other")).path
+
+
 @pytest.fixture
 def tiny(tiny_path: Path) -> Iterator[Callable[..., LLM]]:
     """Makes engines over it, of any size; loading takes milliseconds."""

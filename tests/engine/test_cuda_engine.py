@@ -159,6 +159,7 @@ def test_chains_of_a_head(device: Tiny, tiny_path: Path, monkeypatch: pytest.Mon
     seen, params = compare(llm, monkeypatch), []
     for i in range(6):
         way = {"method": "eagle3", "num_speculative_tokens": 1 + i % 4, "verify": ("coupling", "rejection")[i % 2]}
+        way |= {"num_candidates": 1 + i % 3}
         rules = {"repetition_penalty": 1.3} if i % 3 == 0 else {}
         params.append(SamplingParams(temperature=i % 2, seed=i, max_tokens=9, speculative=way, **rules))
     given = [*prompts(), [7], [7, 8]]

@@ -14,7 +14,8 @@ import pytest
 from pagedec import SamplingParams
 from pagedec.build import assemble
 from pagedec.config import EngineConfig
-from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.draft import Roll
+from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder
 from pagedec.engine.engine import Engine

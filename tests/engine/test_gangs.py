@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, SamplingParams
-from pagedec.core.protocol import DecoderContext, Sampler
+from pagedec.core.protocol import DecoderContext
+from pagedec.core.sampler import Sampler
 from pagedec.decoders import decoder
 from pagedec.engine.census import take_census
 from pagedec.params import RequestParams

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagedec import LLM, SamplingParams, TokenTrie
-from pagedec.core.protocol import Roll
+from pagedec.core.draft import Roll
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder, registry
 from pagedec.decoders.sampling import Sampling
@@ -23,25 +23,17 @@ from pagedec.runtime.runner import LaneRunner
 from tests.engine.crowd import SMALL, Tiny, workload
 from tests.engine.test_sampling_distribution import LEAST_P, next_logits, p_value, processed
 from tests.engine.test_speculation import TABLES, drafted_by
-from tests.models.checkpoints import make_checkpoint, variant
 from tests.support import add, step
 
 PROMPT = [5, 17, 40, 99, 3]
 REJECTION = {"method": "draft_model", "verify": "rejection", "num_speculative_tokens": 3}
+WIDE = {**REJECTION, "num_candidates": 3, "adaptive": False}
 
 
-@pytest.fixture(scope="session")
-def other_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of the same tokens: its distributions are near the target's now and then."""
-    path = tmp_path_factory.mktemp("other")
-    make_checkpoint(variant("other", length=8, initializer_range=0.15, num_hidden_layers=1), path)
-    return path
-
-
-def engine(tiny: Tiny, path: Path, **own: Any) -> LLM:
+def engine(tiny: Tiny, path: Path, num_candidates: int = 1, **own: Any) -> LLM:
     return tiny(
         **{"num_blocks": 300, "max_num_seqs": 128, "max_num_batched_tokens": 2048, **own},
-        speculative_config=drafted_by(path, verify="rejection"),
+        speculative_config=drafted_by(path, verify="rejection", num_candidates=num_candidates),
     )
 
 
@@ -60,10 +52,13 @@ CASES = [
 
 
 @pytest.mark.sampled(10)
+@pytest.mark.parametrize("num_candidates", [1, 4])
 @pytest.mark.parametrize("own", CASES, ids=str)
-def test_tokens_are_distributed_as_the_targets(tiny: Tiny, other_path: Path, own: dict[str, Any]) -> None:
+def test_tokens_are_distributed_as_the_targets(
+    tiny: Tiny, other_path: Path, own: dict[str, Any], num_candidates: int
+) -> None:
     """The first token, which was drafted; and the second behind the commonest first ones."""
-    llm = engine(tiny, other_path)
+    llm = engine(tiny, other_path, num_candidates)
     num = 2400 if "top_p" in own else 1200
     drawn = texts(llm, num, 3, **own)
     counts = llm.engine.stats.drafts["draft_model"]
@@ -216,10 +211,11 @@ def test_stops_and_min_tokens_inside_an_accepted_path(tiny: Tiny, tiny_path: Pat
 
 
 def test_a_constraint_is_kept(tiny: Tiny, other_path: Path) -> None:
-    """Its masks are made of rolled tokens: rolls come first, then masks, then the verification."""
+    """Its masks are made of rolled tokens: rolls come first, then masks, then the verification. What stands beside the
+    chain has masks of its own."""
     paths = [[a, b, c, d] for a in range(10, 14) for b in range(20, 26) for c in (30, 31) for d in range(40, 43)]
-    for executor in ("inline", "process"):
-        llm = engine(tiny, other_path, executor=executor)
+    for executor, num_candidates in (("inline", 1), ("process", 1), ("inline", 4), ("process", 3)):
+        llm = engine(tiny, other_path, num_candidates, executor=executor)
         params = [SamplingParams(seed=i, max_tokens=8, token_trie=TokenTrie(paths)) for i in range(30)]
         for output in llm.generate([PROMPT] * 30, params, use_tqdm=False):
             assert output.outputs[0].token_ids[:4] in paths
@@ -255,7 +251,7 @@ def toss(llm: LLM, rng: random.Random, num_steps: int) -> int:
         if len(own.scheduler.requests) < 6 and rng.random() < 0.6:
             asked = params[number % len(params)]
             if isinstance(asked, SamplingParams):
-                asked = asked.clone(speculative=rng.choice([None, None, REJECTION, False, *TABLES.values()]))
+                asked = asked.clone(speculative=rng.choice([None, None, REJECTION, WIDE, False, *TABLES.values()]))
             add(own, str(number), prompts[number % len(prompts)], asked)
             number += 1
         step(own)

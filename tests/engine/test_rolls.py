@@ -63,7 +63,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
 
 def asked(i: int, **own: Any) -> SamplingParams:
     rules: dict[str, Any] = [{}, {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}][i % 3]
-    way = {"method": "draft_model", "num_speculative_tokens": 1 + i % 6, "verify": ("coupling", "rejection")[i % 2]}
+    way = {"method": "draft_model", "num_speculative_tokens": 1 + i % 6, "num_candidates": 1 + i % 4}
+    way["verify"] = ("coupling", "rejection")[i % 2]
     kind = {"temperature": 0.9, "top_k": 20 * (i % 3), "seed": i} if i % 5 else {"temperature": 0}
     return SamplingParams(max_tokens=12 + i % 9, ignore_eos=True, speculative=way, **kind, **rules, **own)
 

@@ -26,7 +26,7 @@ from pagedec.text.tokenizer import Tokenizer
 from tests.algorithms.ngram import NGramParams
 from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
 from tests.equivalence.conftest import TINY
-from tests.models.checkpoints import VOCAB, make_checkpoint, variant
+from tests.models.checkpoints import VOCAB
 from tests.support import add, drain, step
 
 TABLES: dict[str, dict[str, Any]] = {  # of fixed widths
@@ -35,13 +35,6 @@ TABLES: dict[str, dict[str, Any]] = {  # of fixed widths
     "lookahead": {"method": "lookahead", "window_size": 4, "ngram_size": 3, "num_guesses": 3, "adaptive": False},
     "jacobi": {"method": "jacobi", "num_speculative_tokens": 5, "adaptive": False},
 }
-
-
-@pytest.fixture(scope="session")
-def other_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of the same tokens: now and then it draws the same one."""
-    own = variant("other", length=8, initializer_range=0.15, num_hidden_layers=1)
-    return make_checkpoint(own, tmp_path_factory.mktemp("other")).path
 
 
 def drafted_by(path: Path, **own: Any) -> dict[str, Any]:
@@ -59,8 +52,10 @@ def test_a_crowd_gets_the_same(tiny: Tiny, expected: list[Tokens], method: str, 
 
 @pytest.mark.parametrize("own", [
     {}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"max_model_len": 16},
+    {"max_model_len": 16, "num_candidates": 3},
     {"num_blocks": 7, "draft_tensor_parallel_size": 1},
-    {"kv_cache_memory": "128KiB", "num_speculative_tokens": 9},
+    {"kv_cache_memory": "128KiB", "num_speculative_tokens": 9}, {"num_candidates": 4, "dtype": "bfloat16"},
+    {"num_candidates": 2, "num_speculative_tokens": 9},
 ], ids=str)  # fmt: skip
 def test_a_draft_model_of_its_own_numbers(
     tiny: Tiny, tiny_path: Path, expected: list[Tokens], own: dict[str, Any]

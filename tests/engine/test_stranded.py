@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pagedec import BeamSearchParams, RequestParams, SamplingParams, TokenTrie
-from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Hypothesis, Query, Sample, Sampler, Verdict
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Hypothesis, Query, Sample, Verdict
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.decoders import decoder
 from pagedec.engine.completion import answer_of
 from pagedec.errors import RequestError

@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pagedec.core.forward import LaneForward
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import Child, Roll, Verdict
+from pagedec.core.protocol import Child, Verdict
 from pagedec.core.request import Ended, Event, Failed, Progress, Request, Waiting
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import make_decoder
@@ -35,9 +36,9 @@ from tests.core.fake import EOS, FakeEngine, LanguageModel
 from tests.core.world import limits
 
 TESTDATA = Path(__file__).parent / "testdata"
-METHODS: dict[str, type[Any]] = {
-    "sampling": SamplingParams, "ngram": NGramParams, "lookahead": LookaheadParams, "speculative": SpeculativeParams,
-    "interactive": InteractiveParams,
+METHODS: dict[str, Callable[..., Any]] = {
+    "sampling": SamplingParams, "ngram": NGramParams, "lookahead": LookaheadParams,
+    "speculative": partial(SpeculativeParams, num_candidates=1), "interactive": InteractiveParams,
 }  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def describe_plan(plan: StepPlan, requests: list[Request]) -> Iterator[str]:
     for lane, forward in plan.forwards.items():
         works = [work for work in plan.works if work.table.pool.lane == lane]
         for i, work in enumerate(works):
-            drafted = work.draft.count if isinstance(work.draft, Roll) else len(work.draft.tokens)
+            drafted = work.draft.num_nodes if lane == "target" else 0
             number = work.request.branches.index(work.branch)
             rows = slice(int(forward.row_indptr[i]), int(forward.row_indptr[i + 1]))
             used = -(-int(forward.kv_len[i]) // work.table.pool.block_size)

@@ -16,8 +16,9 @@ import torch
 
 from pagedec.core.adapter_places import Adapter
 from pagedec.core.forward import DRAW_DTYPE, LaneForward
-from pagedec.core.protocol import Answer, Decoder, DecoderContext, Query, Sampler, TopK, Verdict
+from pagedec.core.protocol import Answer, Decoder, DecoderContext, Query, TopK, Verdict
 from pagedec.core.request import Branch
+from pagedec.core.sampler import Sampler
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.fields import rules

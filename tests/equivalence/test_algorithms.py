@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from pagedec import SamplingParams
-from pagedec.core.protocol import Sampler
+from pagedec.core.sampler import Sampler
 from pagedec.engine.engine import Engine
 from tests.algorithms.beam import BeamParams, beam
 from tests.algorithms.interactive import Client, InteractiveParams, session

@@ -127,6 +127,7 @@ def compare(seed: int) -> tuple[int, int]:
     ways.append(params.clone(speculative=rng.choice([
         {"method": "ngram"}, {"method": "ngram", "num_candidates": 3, "num_speculative_tokens": 2},
         {"method": "draft_model", "num_speculative_tokens": 2}, {"method": "lookahead", "ngram_size": 3},
+        {"method": "draft_model", "num_speculative_tokens": 3, "num_candidates": 6},
         {"method": "lookahead", "num_guesses": 5, "pool_from_prompt": True},
     ])))  # fmt: skip
     num_levels = num_steps = 0

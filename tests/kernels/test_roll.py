@@ -3,8 +3,8 @@ the memory and the kept logits of a call for each kernel."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedec.core.forward import ROLL_DTYPE, LaneForward, ProcessRows
+from pagedec.core.forward import ROLL_DTYPE, LaneForward, ProcessRows, rolled_places
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.backend import AttentionShape, Rope
 from pagedec.kernels.device import DeviceBackend
@@ -24,7 +24,7 @@ from tests.kernels.test_block_swap import put
 pytestmark = pytest.mark.skipif(not available_isas(), reason="there are no compiled kernels")
 HEADS, KV_HEADS, DIM, BLOCK, ROOM, MAX_ROWS = 2, 1, 16, 8, 3, 9
 HIDDEN, VOCAB, KNOWN, DRAWN, WIDTH = 32, 140, 57, 131, 66
-CASES: list[Any] = [*product(available_isas(), calls.DTYPES)]
+CASES: list[Any] = [*itertools.product(available_isas(), calls.DTYPES)]
 CASES += [
     pytest.param((case.values[0], dtype), marks=case.marks) for case in cuda_library.cases() for dtype in calls.CODES
 ]
@@ -102,8 +102,13 @@ class Rolls:
     kept_rows: np.ndarray
     lag: int
 
+    @property
+    def chain(self) -> np.ndarray:
+        """Where the tokens of the chains themselves are, place by place, and behind them how many tokens there are."""
+        return rolled_places(self.forward)
+
     @classmethod
-    def make(cls, lag: int) -> Rolls:
+    def make(cls, lag: int, is_wide: bool = False) -> Rolls:
         rng, counts = np.random.default_rng(3), [4, 1, 6, 2, 5, 3, 6]
         rolls, firsts = np.zeros(len(counts), ROLL_DTYPE), np.cumsum(counts) - counts
         rolls["count"], rolls["branch"] = counts, rng.permutation(len(counts) + 2)[: len(counts)]
@@ -117,10 +122,15 @@ class Rolls:
             for roll in rolls
             for at in range(roll["draw"]["position"] - lag, roll["draw"]["position"] - lag + roll["count"] - 1)
         ]
-        tokens = np.zeros(sum(counts), np.int32)
-        tokens[firsts] = rng.integers(0, DRAWN, len(counts))
         none = np.zeros(0, np.int32)
-        forward = LaneForward("draft", none, none, none, none, none, table, rolls=rolls, roll_slots=np.array(slots))
+        widths = rng.permutation(np.arange(sum(counts)) % 4 + 1).astype(np.int32) if is_wide else none
+        forward = LaneForward(
+            "draft", none, none, none, none, none, table, rolls=rolls, roll_slots=np.array(slots), roll_widths=widths
+        )
+        places = rolled_places(forward)
+        tokens = np.full(int(places[-1]), -1, np.int32)
+        for first in firsts:
+            tokens[places[first] : places[first + 1]] = rng.integers(0, DRAWN, places[first + 1] - places[first])
         kept_rows = np.where(np.arange(len(counts)) % 3 == 1, -1, firsts).astype(np.int32)
         return cls(forward, tokens, kept_rows, lag)
 
@@ -136,9 +146,9 @@ def step_by_step(head: Head, rolls: Rolls, kept: torch.Tensor) -> np.ndarray:
     tokens, firsts, first_slots = rolls.tokens.copy(), np.cumsum(counts) - counts, np.cumsum(counts - 1) - (counts - 1)
     for i in range(1, int(counts.max())):
         going = np.nonzero(counts > i)[0].astype(np.int32)
-        n, rows = len(going), np.arange(len(going), dtype=np.int32)
+        n, rows, own_places = len(going), np.arange(len(going), dtype=np.int32), rolls.chain[firsts[going] + i]
         positions = chains["draw"]["position"][going] + i - 1 - rolls.lag
-        slots, given = rolls.forward.roll_slots[first_slots[going] + i - 1], tokens[firsts[going] + i - 1]
+        slots, given = rolls.forward.roll_slots[first_slots[going] + i - 1], tokens[rolls.chain[firsts[going] + i - 1]]
         inputs = (head.num_rows, head.token_ids, head.positions, head.slots, head.features.chains)
         for tensor, array in zip(inputs, (np.array([n]), given, positions, slots, going), strict=True):
             backend.write(tensor, array.astype(np.int32))
@@ -161,18 +171,22 @@ def step_by_step(head: Head, rolls: Rolls, kept: torch.Tensor) -> np.ndarray:
             keeping = np.nonzero(rolls.kept_rows[piece] >= 0)[0].astype(np.int32)
             if len(keeping):
                 backend.copy_rows(logits, keeping, kept, rolls.kept_rows[piece[keeping]] + i)
-            draws = chains["draw"][piece].copy()
-            draws["row"], draws["position"] = np.arange(len(piece)), draws["position"] + i
-            tokens[firsts[piece] + i] = backend.sample(logits, draws)
+            for row, (chain, place) in enumerate(zip(piece, own_places[start : start + ROOM], strict=True)):
+                stop = rolls.chain[firsts[chain] + i + 1]
+                draws = chains["draw"][[chain]].repeat(stop - place)
+                draws["row"], draws["position"], draws["rank"] = row, draws["position"] + i, np.arange(stop - place)
+                tokens[place:stop] = backend.sample(logits, draws)
     return tokens
 
 
+@pytest.mark.parametrize("is_wide", [False, True], ids=["chains", "wide"])
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_a_roll_is_its_single_steps(backend: NativeBackend, lag: int) -> None:
-    rolls, found = Rolls.make(lag), []
+def test_a_roll_is_its_single_steps(backend: NativeBackend, lag: int, is_wide: bool) -> None:
+    """`is_wide`: 1 to 4 tokens are drawn at each place."""
+    rolls, found = Rolls.make(lag, is_wide), []
     for way in ("single", "rolled"):
         head = Head(backend)
-        kept = backend.zeros((len(rolls.tokens), VOCAB), torch.float32)
+        kept = backend.zeros((int(rolls.forward.rolls["count"].sum()), VOCAB), torch.float32)
         for seed, tensor in enumerate((head.cache.k, head.cache.v, head.carried)):
             put(backend, tensor, calls.normal(*tensor.shape, seed=seed, dtype=tensor.dtype))
         put(backend, head.cache.tokens, calls.ints(torch.arange(len(head.cache.tokens)) * 7 % DRAWN))
@@ -188,9 +202,11 @@ def test_a_roll_is_its_single_steps(backend: NativeBackend, lag: int) -> None:
     assert all(calls.same_bits(one, other) for one, other in zip(*found, strict=True))
     tokens, carried, kept, *_, plane = found[1]
     counts = rolls.forward.rolls["count"]
-    is_put = np.ones(len(rolls.tokens), bool)
+    is_put = np.ones(int(counts.sum()), bool)
     is_put[np.cumsum(counts) - 1] = False
-    assert plane[rolls.forward.roll_slots].tolist() == tokens[is_put].tolist(), "all but the last of each chain"
+    assert plane[rolls.forward.roll_slots].tolist() == tokens[rolls.chain[:-1][is_put]].tolist(), "all but the last"
+    for first, stop in itertools.pairwise(rolls.chain.tolist()):
+        assert len(set(tokens[first:stop].tolist())) == stop - first or first in rolls.chain[np.cumsum(counts) - counts]
     assert len(set(tokens.tolist())) > 8 and int(tokens.max()) < DRAWN
     rolled = kept[kept.count_nonzero(1) > 0]
     assert len(rolled) == sum(counts[rolls.kept_rows >= 0] - 1) and rolled[:, DRAWN:].isneginf().all()
@@ -208,4 +224,16 @@ def test_a_lag_that_cannot_be_is_named(lag: int, message: str) -> None:
     assert roller is not None
     kept = backend.zeros((len(rolls.tokens), VOCAB), torch.float32)
     with pytest.raises(KernelError, match=f"^pd_roll: {message}"):
+        roller.carry_on(rolls.forward, rolls.tokens, known(backend), kept, rolls.kept_rows)
+
+
+@pytest.mark.parametrize("width", [0, 17])
+def test_a_width_that_cannot_be_is_named(width: int) -> None:
+    backend, rolls = NativeBackend(load(available_isas()[0]), torch.float32), Rolls.make(0, is_wide=True)
+    head = Head(backend)
+    roller = backend.roller(head.programs, head, [head.plan], head.cache, DRAWN, lag=0)
+    assert roller is not None
+    rolls.forward.roll_widths[9] = width
+    kept = backend.zeros((len(rolls.tokens), VOCAB), torch.float32)
+    with pytest.raises(KernelError, match=rf"^pd_roll: widths\[9\] is {width}; it must be 1 to 16$"):
         roller.carry_on(rolls.forward, rolls.tokens, known(backend), kept, rolls.kept_rows)

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedec import LLM, BeamSearchParams, InvalidArgument, SamplingParams
-from pagedec.core.forward import LaneAnswers
+from pagedec.core.draft import Roll
+from pagedec.core.forward import LaneAnswers, split_rolled
 from pagedec.core.plan import StepPlan
 from pagedec.core.scheduler import Scheduler
 from pagedec.kernels.library import available_isas
@@ -61,11 +62,11 @@ def rolled(monkeypatch: pytest.MonkeyPatch) -> Rolled:
 
     def noting(self: Scheduler, plan: StepPlan, answers: Mapping[str, LaneAnswers]) -> Any:
         for work in plan.works:
-            if work.roll >= 0 and work.query is not None:
-                counts = plan.forwards["draft"].rolls["count"]
-                first = int(counts[: work.roll].sum())
+            if work.roll >= 0 and work.table.pool.lane == "draft":
+                assert isinstance(work.draft, Roll)
+                tokens = split_rolled(plan.forwards["draft"], answers["draft"].rolled)[work.roll]
                 text = tuple(work.request.history.tokens(work.branch.tip))
-                chain = answers["draft"].rolled[first : first + int(counts[work.roll])].tolist()
+                chain = [tokens[node - 1] for node in work.draft.chain_nodes()]
                 assert found.setdefault(text, chain)[: len(chain)] == chain[: len(found[text])], "not of the text alone"
         return settle(self, plan, answers)
 
@@ -176,7 +177,8 @@ def test_answers_beside_others(
     nobody wrote would show."""
     monkeypatch.setenv("PAGEDEC_DEBUG", "1")
     own = head_of(target, 2).write(tmp_path)
-    llm = make(own, {"verify": verify}, dtype=dtype, max_num_batched_tokens=24, num_blocks=22, kv_offload_memory="1MiB")
+    table = {"verify": verify, "num_candidates": 3}
+    llm = make(own, table, dtype=dtype, max_num_batched_tokens=24, num_blocks=22, kv_offload_memory="1MiB")
     plain = make(own, dtype=dtype, num_blocks=200)
     params = [
         GREEDY,
@@ -203,8 +205,9 @@ def test_beams(target: Checkpoint, make: Callable[..., LLM], rolled: Rolled, tmp
     llm = make(head.write(tmp_path))
     for width in (1, 3, 8):
         plain = BeamSearchParams(beam_width=width, num_return_sequences=width, max_tokens=20)
-        drafted = dataclasses.replace(plain, speculative={"method": "eagle3"})
-        assert tokens_of(llm, drafted) == tokens_of(llm, plain)
+        for num_candidates in (1, 5):
+            drafted = dataclasses.replace(plain, speculative={"method": "eagle3", "num_candidates": num_candidates})
+            assert tokens_of(llm, drafted) == tokens_of(llm, plain)
     assert llm.engine.stats.drafts["beam_eagle3"].num_drafted > 0
     for text, chain in list(rolled.items())[::5]:
         assert head.roll(target.model, text, len(chain)) == chain
