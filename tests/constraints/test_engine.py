@@ -20,7 +20,7 @@ from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.algorithms.speculative import SpeculativeParams
 from tests.constraints.schemas import random_schema
-from tests.equivalence.conftest import make_engine, vocabulary
+from tests.equivalence.conftest import make_engine, vocabulary, whole_engine
 from tests.equivalence.features import FEW, SCHEMA, TRIE, every_third
 from tests.equivalence.harness import SPECULATIONS, Case, prompts, run
 from tests.equivalence.remote import VOCABULARY
@@ -185,7 +185,7 @@ def test_answers_validate() -> None:
 def test_answers_to_five_hundred_schemas_validate() -> None:
     count = 0
     for first in range(0, 500, 50):
-        engine = make_engine("bfloat16", num_blocks=2048)
+        engine = whole_engine("bfloat16", num_blocks=2048)
         count += _validated(engine, range(first, first + 50), [*METHODS, BeamParams])
     assert count >= 700
 

@@ -31,9 +31,19 @@ FILLED = -1e8
 class Drawing(TableModel):
     """Draws with the noise of `sampler`."""
 
+    has_ended_filled = False
+    """What it fills up with has ended, and counts among the answers with which it stops early."""
+    has_tied = False
+    """Drawn candidates had equal scores, as nearly as fp32 tells: the order in which they are sorted is nobody's."""
+
     def __init__(self, case: Case, sampler: Sampler) -> None:
         super().__init__(PretrainedConfig(vocab_size=VOCAB), table_of(case))
         self.sampler = sampler
+
+    def _update_finished_beams(self, **given: Any) -> Any:
+        ended = given["next_token_hits_stopping_criteria"] & given["top_num_beam_mask"][None, :]
+        self.has_ended_filled |= bool((ended & (given["topk_log_probs"] < FILLED)).any())
+        return super()._update_finished_beams(**given)  # type: ignore[misc]
 
     def _get_top_k_continuations(self, **given: Any) -> Any:
         first, length = given["decoder_prompt_len"], given["cur_len"]
@@ -50,7 +60,10 @@ class Drawing(TableModel):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "multinomial", multinomial)
-            return super()._get_top_k_continuations(**given)  # type: ignore[misc]
+            found = super()._get_top_k_continuations(**given)  # type: ignore[misc]
+        scores = found[0][0][found[0][0] > FILLED]
+        self.has_tied |= bool((scores[:-1] - scores[1:] < 1e-5).any())
+        return found
 
 
 def drawn(count: int, seed: int) -> Iterator[Case]:
@@ -62,8 +75,8 @@ def drawn(count: int, seed: int) -> Iterator[Case]:
         yield {**case, "sampling": {"do_sample": True, **warps}, "draws": i}
 
 
-def theirs(case: Case) -> tuple[list[list[int]], list[float]]:
-    """Answers and scores, without what fills up."""
+def theirs(case: Case) -> tuple[list[list[int]], list[float], Drawing]:
+    """Answers and scores, without what fills up, and the model that has drawn."""
     config = GenerationConfig(
         return_dict_in_generate=True, output_scores=True, **{**settings(case), "top_k": 0, **case["sampling"]}
     )
@@ -75,15 +88,22 @@ def theirs(case: Case) -> tuple[list[list[int]], list[float]]:
     rows = out.sequences[:, len(case["prompt"]) :].tolist()
     answers = zip(rows, lengths, out.sequences_scores.tolist(), strict=True)
     real = [(row[:length], score) for row, length, score in answers if score > FILLED]
-    return [row for row, _ in real], [score for _, score in real]
+    return [row for row, _ in real], [score for _, score in real], model
 
 
 def compare(count: int, seed: int) -> None:
+    """Where fewer candidates are left than beams, there are fewer beams here: of searches that stop early with fillers
+    among their answers few come out otherwise, and of those with ties."""
+    num_others = 0
     for case in drawn(count, seed):
         found = ours(case, "5", seed=case["draws"], **case["sampling"])
-        texts, scores = theirs(case)
-        assert found.texts() == texts, case
+        texts, scores, model = theirs(case)
+        if found.texts() != texts:
+            assert model.has_tied or (model.has_ended_filled and case["early_stopping"] is True), case
+            num_others += 1
+            continue
         assert [answer.score for answer in found.done] == pytest.approx(scores, rel=1e-5, abs=1e-5), case
+    assert num_others <= count // 200, num_others
 
 
 def test_the_same_draws_give_the_same_answers() -> None:

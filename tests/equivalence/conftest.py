@@ -25,7 +25,7 @@ from pagedec.runtime.heads import keep_features
 from pagedec.runtime.loading import LoadedModel, load_draft, load_model, own_backend
 from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import ADAPTERS, Case, Scratch, run
-from tests.equivalence.remote import LOAD, VOCABULARY, weights_of
+from tests.equivalence.remote import LOAD, VOCABULARY, draft_of, weights_of
 from tests.formats.lora_files import write_lora
 from tests.models.draft_heads import Head
 
@@ -183,6 +183,13 @@ def make_engine(kind: str, num_blocks: int = 256, has_head: bool = False, **chan
     if config.lora.enable_lora:
         ADAPTERS[engine] = [engine.adapters.read(LoRARequest("some", 1, path)) for path in adapters()]
     return engine
+
+
+def whole_engine(dtype: str, **changes: Any) -> Engine:
+    """One over all layers of the default model, and its first ones as a draft model: for answers that make sense."""
+    config = EngineConfig.from_kwargs(model="smollm2", dtype=dtype, max_model_len=1024, **changes)
+    loaded = load_model(config.model, own_backend(config))
+    return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft_of(config, loaded), vocabulary())
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from pagedec.params import BeamSearchParams
 from pagedec.runtime.loading import choose_backend, load_model
 from tests.decoders.beam_reference import Case
 from tests.decoders.test_beam_parity import cases
-from tests.equivalence.conftest import make_engine
+from tests.equivalence.conftest import whole_engine
 from tests.equivalence.harness import Case as Request
 from tests.equivalence.harness import prompts, run
 from tests.models.checkpoints import SHAPE, VOCAB
@@ -186,7 +186,7 @@ def test_the_default_model_finds_the_same_answers() -> None:
     """24 prompts at widths 2, 4 and 8. Where answers differ, some candidates must be nearer than fp32 tells apart."""
     model, near = smollm(), []
     torch.set_num_threads(2)
-    engine, given = make_engine("float32", num_blocks=1024), prompts(24, 5, 40, seed=77)
+    engine, given = whole_engine("float32", num_blocks=1024), prompts(24, 5, 40, seed=77)
     for width in (2, 4, 8):
         own = BeamSearchParams(beam_width=width, max_tokens=20)
         finished = run(engine, [Request(str(i), prompt, own) for i, prompt in enumerate(given)]).finished
