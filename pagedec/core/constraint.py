@@ -52,17 +52,19 @@ MAX_FORCED = 32
 
 
 class Forbidden(Exception):
-    """A token came that its branch's constraint does not allow."""
+    """A token came that its branch's constraint does not allow; None: other rules forbid all that it allows."""
 
-    def __init__(self, token: int, length: int) -> None:
+    def __init__(self, token: int | None, length: int) -> None:
         super().__init__(token, length)
         self.token, self.length = token, length
 
     def __str__(self) -> str:
+        behind, rules = f"behind {counted(self.length, 'generated token')}", "(allowed_token_ids, bad_words, ...)"
+        if self.token is None:
+            return f"nothing may follow {behind}: other rules {rules} forbid all that its constraint allows there"
         return (
-            f"token {self.token} is not allowed behind {counted(self.length, 'generated token')}: either its "
-            "constraint's tokens are all forbidden by other rules (allowed_token_ids, bad_words, ...), or its decoder "
-            "chose it itself"
+            f"token {self.token} is not allowed {behind}: either its constraint's tokens are all forbidden by other "
+            f"rules {rules}, or its decoder chose it itself"
         )
 
 

@@ -30,7 +30,7 @@ def cut_drawn(
     if num == len(tokens) or cut.reason is not None:
         return cut, after
     if constraint is not None:
-        raise Forbidden(0, (stop_state & COUNT) + num)
+        raise Forbidden(None, (stop_state & COUNT) + num)
     return replace(cut, reason="length", is_stranded=True), after
 
 

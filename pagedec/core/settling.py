@@ -164,7 +164,7 @@ class Settler:
         except RequestError:
             raise
         except Exception as error:
-            raise RequestError(request.id, _mistake(error)) from error
+            raise RequestError(request.id, _mistake(error)) from _foreign(error)
         if isinstance(outcome, Descent):
             request.hold(verdict.done)
             request.branches = descend(request.history, request.branches, *outcome)
@@ -337,6 +337,11 @@ class Generation(NamedTuple):
     progress: list[Event]
 
 
+def _foreign(error: Exception) -> Exception | None:
+    """What somebody has to look for: not that a request forbids what it asks for."""
+    return None if isinstance(error, Forbidden) else error
+
+
 def _mistake(error: Exception) -> str:
     """A decoder's, in words."""
     if isinstance(error, Forbidden):  # of `DecoderContext.ending`
@@ -351,7 +356,8 @@ def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequen
     except Exception as error:
         if request.constraint is None:
             raise
-        raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else told(error)) from error
+        problem = str(error) if isinstance(error, Forbidden) else told(error)
+        raise RequestError(request.id, problem) from _foreign(error)
 
 
 def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:

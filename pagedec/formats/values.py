@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from pagedec.errors import InvalidArgument
 MAX_INT32 = 2**31 - 1
 MAX_LAYERS = 10_000
 MAX_CONTEXT = 2**24  # tokens
+LEAST = 2.0**-126  # fp32's least normal number
 
 
 def is_int(value: object) -> bool:
@@ -34,10 +34,10 @@ def layer_count(field: str, value: object) -> None:
 
 
 def positive_number(field: str, value: object) -> None:
-    """Raise InvalidArgument unless the value is a finite number greater than 0, also as a float: JSON has longer
-    integers."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise InvalidArgument(field, value, "must be a finite number greater than 0")
+    """Raise InvalidArgument unless the value is a finite number greater than 0 in fp32, in which kernels take it, and
+    so is 1 over it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= 1 / LEAST:
+        raise InvalidArgument(field, value, "must be a finite number greater than 0 in fp32, and so must 1 over it")
 
 
 def one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -125,7 +125,10 @@ def head_of(config: Mapping[str, Any], target: Architecture) -> HeadArchitecture
     for field in OTHERS:
         if values.get(field):
             raise InvalidArgument(field, values[field], "must be false: heads that compute so are not supported")
-    for kind in values.get("layer_types", ()):
+    kinds = values.get("layer_types", ())
+    if not isinstance(kinds, list | tuple):
+        raise InvalidArgument("layer_types", kinds, "must be a list of names")
+    for kind in kinds:
         if kind != "full_attention":
             raise InvalidArgument("layer_types", kind, "must be full_attention: a head's layer sees everything")
     known = range(target.num_layers)

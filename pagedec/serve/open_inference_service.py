@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedec import environment
 from pagedec.errors import InvalidArgument, Shown
+from pagedec.fields import Flag, Integer, Number, rules
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.calls import RPC, failure
@@ -106,15 +107,17 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
         order = Order(self._params(given, streams), {}, lora=lora)
         prompt = await gateway.text_tokens(given["text_input"])
         is_first, before = True, given["text_input"] if repeats else ""
-        num_tokens = [0] * order.params.num_answers
+        num_tokens, totals = [0] * order.params.num_answers, [0.0] * order.params.num_answers
         async with contextlib.aclosing(gateway.outputs(prompt, order, name=request.id)) as outputs:
             async for output in outputs:
                 for answer in output.outputs:
                     num_tokens[answer.index] += len(answer.token_ids)
+                    if answer.cumulative_logprob is not None:
+                        totals[answer.index] = answer.cumulative_logprob
                 if streams and not is_first and not output.finished and not any(a.text for a in output.outputs):
                     continue  # its tokens count with the next text
                 response = self._response(request, output.finished and not request.parameters[WANTS_FINAL].bool_param)
-                _write(response, output, given, num_tokens, before)
+                _write(response, output, given, num_tokens, totals, before)
                 is_first, num_tokens = False, [0] * len(num_tokens)
                 yield response
 
@@ -137,11 +140,11 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
         if not isinstance(values, dict):
             raise InvalidArgument(PARAMETERS, Shown("given"), "must be a JSON object")
         kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
-        limits = self._gateway.limits
-        if "beam_width" in values:
-            params: RequestParams = BeamSearchParams.from_dict({**values, "output_kind": kind})
-        else:
-            params = SamplingParams.from_dict({**limits.defaults, **values, "output_kind": kind})
+        limits, own = self._gateway.limits, BeamSearchParams if "beam_width" in values else SamplingParams
+        values = {**({} if own is BeamSearchParams else limits.defaults), **_numbers(own, values), "output_kind": kind}
+        if given.get("return_cumulative_logprob") and values.get("logprobs") is None:
+            values["logprobs"] = 0  # a sum is made of what is reported
+        params: RequestParams = own.from_dict(values)
         check_bounds(params, limits)
         return params
 
@@ -156,15 +159,27 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
         return made
 
 
+def _numbers(kind: type[SamplingParams | BeamSearchParams], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, of which numbers and truth values may be texts, as Triton's own clients send them."""
+    found, known = dict(values), rules(kind)
+    for name, value in values.items():
+        rule = known[name][0] if name in known else None
+        if isinstance(value, str) and isinstance(rule, Integer | Number | Flag):
+            with contextlib.suppress(ValueError):  # what means none is refused by name
+                found[name] = rule.read(value)
+    return found
+
+
 def _write(
     response: pb.ModelInferResponse,
     output: RequestOutput,
     given: Mapping[str, Any],
     num_tokens: Sequence[int],
+    totals: Sequence[float],
     before: str,
 ) -> None:
     """An output's tensors: an element for each answer, "" of one that has nothing new. `num_tokens`: of each answer,
-    since the response before."""
+    since the response before; `totals`: the log-probability of all its tokens so far."""
     answers = {answer.index: answer for answer in output.outputs}
     each = [answers.get(i) for i in range(len(num_tokens))]
     write_output(response, "text_output", [before + (answer.text if answer else "") for answer in each])
@@ -172,8 +187,7 @@ def _write(
         reasons = [answer.finish_reason if answer else None for answer in each]
         write_output(response, "finish_reason", [reason or "None" for reason in reasons])
     if given.get("return_cumulative_logprob"):
-        totals = [answer.cumulative_logprob if answer else None for answer in each]
-        write_output(response, "cumulative_logprob", [total or 0.0 for total in totals])
+        write_output(response, "cumulative_logprob", totals)
     if given.get("return_num_input_tokens"):
         write_output(response, "num_input_tokens", [len(output.prompt_token_ids)])
     if given.get("return_num_output_tokens"):

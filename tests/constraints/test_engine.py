@@ -8,12 +8,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import jsonschema
 import pytest
 
 from pagedec import BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.errors import InvalidArgument, RequestError
+from pagedec.serve.statuses import code_of, status_of
 from tests.algorithms.beam import BeamParams
 from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.ngram import NGramParams
@@ -221,10 +223,20 @@ def test_what_is_cut_within_a_sequence_names_no_item() -> None:
 def test_rules_that_leave_nothing_end_the_request_by_name(method: Any) -> None:
     trie = TokenTrie([[FEW[0], FEW[1]], [FEW[0], FEW[2]]])
     engine = make_engine("tiny")
-    with pytest.raises(RequestError, match="is not allowed behind 1 generated token: either its constraint's tokens"):
+    with pytest.raises(RequestError, match="nothing may follow behind 1 generated token: other rules"):
         params = method(temperature=0, token_trie=trie, allowed_token_ids=[FEW[0], FEW[5]])
         finished(engine, [Case("one", PROMPTS[0], params)])
     engine.scheduler.check()
+
+
+def test_what_a_request_forbids_itself_is_no_error_of_a_server() -> None:
+    """Nor worth asking again: nothing but the request is the cause."""
+    params = SamplingParams(temperature=0, structured_outputs={"choice": ["yes"]}, allowed_token_ids=[FEW[5]])
+    with pytest.raises(RequestError) as caught:
+        finished(make_engine("tiny"), [Case("one", PROMPTS[0], params)])
+    assert caught.value.__cause__ is None
+    status = status_of(caught.value)
+    assert code_of(status) is grpc.StatusCode.FAILED_PRECONDITION and "nothing may follow behind 0" in status.message
 
 
 def test_min_tokens_give_way_to_a_constraint() -> None:

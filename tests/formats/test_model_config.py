@@ -230,7 +230,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": [1]}, r"rope_scaling is \[1\]"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic': .*default, linear, llama3"),
     ({"rope_scaling": YARN | {"factor": 0}}, "rope_scaling.factor is 0"),
-    ({"rope_scaling": YARN | {"factor": 1e300}}, "max_position_embeddings is 2147483647: must be at most"),
+    ({"rope_scaling": YARN | {"factor": 1e30}}, "max_position_embeddings is 2147483647: must be at most"),
     ({"rope_scaling": YARN | {"beta_fast": "x"}}, "rope_scaling.beta_fast is 'x'"),
     ({"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate is 1: must be true or false"),
     ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": -9}}, "rope_scaling.mscale_all_dim is -9"),

@@ -51,6 +51,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no object": ({"eagle_config": "x", LAYERS: None}, "speculative_config.eagle_config is 'x': must be an object"),
     "vocabulary": ({"vocab_size": 130}, "speculative_config.vocab_size is 130: must be 131, the target's"),
     "a norm": ({"norm_before_fc": True}, "speculative_config.norm_before_fc is True: must be false: heads that"),
+    "types that are no list": ({"layer_types": 5}, "speculative_config.layer_types is 5: must be a list of names"),
+    "a type alone": (
+        {"layer_types": "full_attention"},
+        "speculative_config.layer_types is 'full_attention': must be a list of names",
+    ),
     "a window": (
         {"layer_types": ["sliding_attention"]},
         "speculative_config.layer_types is 'sliding_attention': must be full_attention",

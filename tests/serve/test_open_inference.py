@@ -152,6 +152,43 @@ def test_wrong_tensors(text_server: Serving, raw: list[bytes], inputs: list[Any]
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and said in str(caught.value.details())
 
 
+@pytest.mark.parametrize("parameters", [
+    {"temperature": 0}, {"temperature": 1, "n": 3, "seed": 1}, {"beam_width": 2, "num_return_sequences": 2},
+    {"temperature": "0.7", "seed": "3", "max_tokens": "9", "ignore_eos": "true", "top_p": "0.95"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_log_probability_of_answers(text_server: Serving, parameters: dict[str, Any], streams: bool) -> None:
+    """The flag is enough; where others have nothing new, theirs stays. Numbers may be texts."""
+    own = json.dumps({"max_tokens": 6, **parameters}).encode()
+    names = [tensor("text_input"), tensor("stream", "BOOL"), tensor("sampling_parameters")]
+    request = pb.ModelInferRequest(
+        model_name="smollm2",
+        inputs=[*names, tensor("return_cumulative_logprob", "BOOL")],
+        raw_input_contents=[TEXT, bytes([streams]), struct.pack("<I", len(own)) + own, b"\1"],
+    )
+    stub = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(text_server.channel)
+    if streams:
+        *_, last = (answer.infer_response for answer in stub.ModelStreamInfer(iter([request])))
+    else:
+        last = stub.ModelInfer(request)
+    assert last.outputs[1].name == "cumulative_logprob"
+    kind = BeamSearchParams if "beam_width" in parameters else SamplingParams
+    numbers = {name: json.loads(value) if isinstance(value, str) else value for name, value in parameters.items()}
+    params = kind(**{"max_tokens": 6, **numbers, "logprobs": 0})
+    want = [answer.cumulative_logprob for answer in offline(text_server, "Hi", params).outputs]
+    found = struct.unpack(f"<{len(want)}f", last.raw_output_contents[1])
+    assert all(total < -0.1 for total in found) and [*found] == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["warm", "", "nan"])
+def test_a_text_that_is_no_number(text_server: Serving, text: str) -> None:
+    own = json.dumps({"temperature": text}).encode()
+    with pytest.raises(grpc.RpcError) as caught:
+        raw = [TEXT, struct.pack("<I", len(own)) + own]
+        infer(text_server, raw, inputs=[tensor("text_input"), tensor("sampling_parameters")])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "temperature" in str(caught.value.details())
+
+
 def test_another_model_or_version(text_server: Serving) -> None:
     for fields, why in (({"model_name": "other"}, "MODEL_NOT_FOUND"), ({"model_version": "2"}, "VERSION_NOT_FOUND")):
         with pytest.raises(grpc.RpcError) as caught:
