@@ -94,7 +94,9 @@ def _object(data: bytes) -> dict[str, Any]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise LineError("invalid_json", "has half a surrogate pair, which is no text") from None
+            custom_id = value.get("custom_id")
+            named = custom_id if isinstance(custom_id, str) and custom_id.isprintable() else None  # no half is
+            raise LineError("invalid_json", "has half a surrogate pair, which is no text", named or None) from None
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagedec.core.request import Request
@@ -12,6 +12,7 @@ RETRIES = 2
 MAX_FAILURES = 24
 """Failures without one good step between them after which it is probably the device that cannot go on. Telling one
 request of 2^16 apart takes 1 + RETRIES + 16 of them."""
+NOWHERE: Mapping[Request, int] = {}
 MAX_ALONE = 64
 """Requests that are then tried alone, each once: only if none of them gets through can nothing be carried out. Those in
 whose way many poisonous ones stand are found so."""
@@ -30,11 +31,19 @@ class Recovery:
     theirs."""
 
     def __init__(self) -> None:
+        self._failing: dict[Request, tuple[int, int]] = {}
+        """Of requests that were not answered since a step of theirs failed: how many have, and how far the last one
+        was to bring it, in tokens."""
         self._trials: list[_Trial] = []  # the last one is on
         self._num_failures = 0
         self._alone: list[Request] | None = None
         """While requests are tried alone and none of them has got through: those that have not. Either they or the
         device is to blame."""
+
+    @property
+    def is_watching(self) -> bool:
+        """Somebody has failed who was not answered since."""
+        return bool(self._failing)
 
     @property
     def only(self) -> Collection[Request] | None:
@@ -47,21 +56,33 @@ class Recovery:
             self._trials.pop()
         return None
 
-    def passed(self, answered: Iterable[Request]) -> None:
-        """A step has been carried out, and these requests were answered in it: they are not to blame."""
-        self._num_failures = 0
+    def passed(self, answered: Iterable[Request], reached: Mapping[Request, int] = NOWHERE) -> None:
+        """A step has been carried out, and these requests were answered in it: they are not to blame. Neither is who
+        has now come as far (`reached`, in tokens) as the step that failed was to bring him: the parts of a long prompt
+        are steps in which failures may pass, as others'."""
+        self._num_failures, through = 0, set[Request]()
+        if self._trials or self._failing:
+            through = {request for request, end in reached.items() if self._has_passed(request, end)}
+            for request in answered:
+                through.add(request)
+                self._failing.pop(request, None)
+            self._failing = {request: own for request, own in self._failing.items() if not request.closed}
         if self._alone is not None:  # the device works
             self._trials[:0] = [_Trial([request], 0) for request in self._alone]
             self._alone = None
         if self._trials:
-            through = set(answered)
             trial = self._trials[-1]
             trial.requests = [request for request in trial.requests if request not in through]
 
-    def failed(self, suspects: Sequence[Request], running: Sequence[Request]) -> list[Request] | None:
-        """A step with the requests `suspects` has failed; `running` are all that want to advance, in the order in which
-        they run. Returns those that are given up; None: all that run are."""
+    def failed(
+        self, suspects: Sequence[Request], running: Sequence[Request], reach: Mapping[Request, int] = NOWHERE
+    ) -> list[Request] | None:
+        """A step with the requests `suspects` has failed, which was to bring them as far as `reach` says; `running` are
+        all that want to advance, in the order in which they run. Returns those that are given up; None: all that run
+        are."""
         self._num_failures += 1
+        for request in suspects:
+            self._failing[request] = self._failing.get(request, (0, 0))[0] + 1, reach.get(request, 0)
         if self._alone is not None:
             return self._failed_alone(suspects)
         if self._num_failures >= MAX_FAILURES:
@@ -85,6 +106,11 @@ class Recovery:
         half = len(suspects) // 2
         self._trials += (_Trial(list(suspects[half:]), 0), _Trial(list(suspects[:half]), 0))
         return []
+
+    def _has_passed(self, request: Request, end: int) -> bool:
+        """It has come as far as the step that failed was to bring it, and not too often for nothing."""
+        count, failed_end = self._failing.get(request, (0, 0))
+        return 0 < count < MAX_FAILURES and end >= failed_end > 0
 
     def _failed_alone(self, suspects: Sequence[Request]) -> list[Request] | None:
         assert self._alone is not None

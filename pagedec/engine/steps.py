@@ -7,19 +7,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagedec.core.adapter_places import AdapterFiles
 from pagedec.core.costs import StepCosts, StepShape, StepTime
 from pagedec.core.forward import Answers, Rules, asks_draws_alone
-from pagedec.core.plan import StepPlan
+from pagedec.core.plan import StepPlan, Work
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Event, Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.adapters import AdapterRegistry, not_loaded
 from pagedec.engine.pace import StepPace
-from pagedec.engine.recovery import Recovery
+from pagedec.engine.recovery import NOWHERE, Recovery
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, DeviceLost, PagedecError, RequestError, WorkersGone, in_one_line, told
 from pagedec.executor.base import Executor, Over, Pending
@@ -186,7 +186,7 @@ class Steps:
             works = [*plan.works]
             if behind is not None and behind.answers is not None:  # it may be that one's
                 works += behind.plan.works
-            return self._failed(error, list(dict.fromkeys(work.request for work in works)))
+            return self._failed(error, list(dict.fromkeys(work.request for work in works)), _reach_of(works))
         executed = self.clock()
         if self._target_time is not None:
             self._note_time(flight, executed)
@@ -216,7 +216,8 @@ class Steps:
     def _go_on(self, flight: Flight, behind: Flight | None, now: float, executed: float) -> float:
         """Behind a step that is settled. Returns when that was done."""
         plan, stats, settled = flight.plan, self._stats, self.clock()
-        self._recovery.passed(work.request for work in plan.works if work.answers_something)
+        reached = _reach_of(plan.works) if self._recovery.is_watching else NOWHERE
+        self._recovery.passed((work.request for work in plan.works if work.answers_something), reached)
         stats.num_steps += 1
         stats.num_rows += plan.num_rows
         stats.execute_seconds += executed - now
@@ -257,9 +258,11 @@ class Steps:
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
 
-    def _failed(self, error: Exception, suspects: Sequence[Request]) -> tuple[list[Event], float]:
+    def _failed(
+        self, error: Exception, suspects: Sequence[Request], reach: Mapping[Request, int] = NOWHERE
+    ) -> tuple[list[Event], float]:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
-        cause. Raises `DeviceLost`: no chance is left."""
+        cause. `reach`: how far the step was to bring them, in tokens. Raises `DeviceLost`: no chance is left."""
         self._stats.num_failed_steps += 1
         if isinstance(error, DeviceLost):
             raise error
@@ -267,7 +270,7 @@ class Steps:
         running = self._running()
         hopeless = None
         if not isinstance(error, WorkersGone):
-            hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
+            hopeless = self._recovery.failed([request for request in suspects if not request.closed], running, reach)
         kind = RequestError if hopeless is not None else DeviceError
         said = in_one_line(error) if isinstance(error, PagedecError) else told(error)
         for request in running if hopeless is None else hopeless:
@@ -279,3 +282,12 @@ class Steps:
     def _running(self) -> list[Request]:
         """All that want to advance. Those that wait for a client lose nothing with the device but KV."""
         return [request for request in self._scheduler.requests if not request.idle]
+
+
+def _reach_of(works: Iterable[Work]) -> dict[Request, int]:
+    """How far a step brings each of its requests, in tokens of its longest branch."""
+    reach = dict[Request, int]()
+    for work in works:
+        if work.table.pool.lane == "target":
+            reach[work.request] = max(reach.get(work.request, 0), work.start + work.num_tokens)
+    return reach

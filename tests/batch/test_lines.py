@@ -85,6 +85,12 @@ def test_lines_that_name_nobody(data: bytes, kind: str, message: str) -> None:
     assert (caught.value.kind, caught.value.custom_id) == (kind, None)
 
 
+def test_a_line_that_is_no_text_is_named_where_its_name_is_one() -> None:
+    with pytest.raises(LineError, match="has half a surrogate pair") as caught:
+        parse(b'{"custom_id": "caf\xc3\xa9", "body": {"prompt": "\\ud800"}}')
+    assert caught.value.custom_id == "café"
+
+
 @pytest.mark.parametrize("custom_id", ["", None, 3, ["a"]])
 def test_what_is_no_custom_id(custom_id: object) -> None:
     with pytest.raises(LineError, match="^custom_id is .*: must be a text that is not empty") as caught:

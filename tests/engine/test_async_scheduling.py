@@ -84,8 +84,8 @@ def test_nothing_stays_of_who_is_aborted_behind_an_interrupt(
     """What a step had brought him is taken with the next one's events, when he is forgotten."""
     llm, passed = tiny(**SMALL, async_scheduling=ahead), Recovery.passed
 
-    def interrupted(self: Recovery, answered: Any) -> None:
-        passed(self, answered)
+    def interrupted(self: Recovery, *given: Any) -> None:
+        passed(self, *given)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Recovery, "passed", interrupted)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import pytest
 
+from pagedec import SamplingParams
 from pagedec.core.request import Request
 from pagedec.engine.recovery import MAX_ALONE, MAX_FAILURES, RETRIES, Recovery
+from pagedec.errors import RequestError
+from tests.engine.crowd import Tiny
+from tests.engine.test_failures import Unwell
 
 
 class Asked:
@@ -87,3 +91,54 @@ def test_the_poisonous_are_given_up_and_nobody_else(seed: int) -> None:
     poisonous = [i for i in range(num) if rng.random() < rng.choice([0.05, 0.3])][: num - 1]
     given_up, _ = run(num, poisonous, [rng.randrange(1, num + 1) for _ in range(50)])
     assert given_up is not None and sorted(given_up) == poisonous
+
+
+# ---- prompts of many steps
+LONG = [(7 * i) % 131 for i in range(150)]
+"""Read in 75 steps of two tokens."""
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def answered(tiny: Tiny, fails: Callable[[int, int], bool], others: int = 0) -> tuple[list[Any], Unwell]:
+    """What a long prompt and others are answered where a step fails by its number and by how far it was to bring the
+    long one."""
+    llm = tiny(max_num_batched_tokens=2 + 2 * others, num_blocks=200)
+    scheduler = llm.engine.scheduler
+
+    def looked_at(count: int, names: set[str]) -> bool:
+        works = [work for work in scheduler.plans[-1].works if work.request.prompt_length == len(LONG)]
+        return bool(works) and fails(count, works[0].start + works[0].num_tokens)
+
+    unwell = Unwell(llm, looked_at)
+    prompts = [LONG, *([5 + i, 9] for i in range(others))]
+    outputs = llm.generate(prompts, [SHORT] * len(prompts), use_tqdm=False, on_error="return")
+    llm.engine.executor = unwell.inner
+    scheduler.check()
+    assert all(len(pool.free) + len(pool.evictable) == pool.num_blocks for pool in scheduler.pools.values())
+    return outputs, unwell
+
+
+def test_failures_pass_between_the_parts_of_a_prompt(tiny: Tiny) -> None:
+    """Three of them, each further on: whoever gets past the place of the last one has had a failure that passed."""
+    [want], _ = answered(tiny, lambda *_: False)
+    [output], unwell = answered(tiny, lambda count, _: count in (40, 90, 150, 215))
+    assert unwell.num_failures == 4 and output.outputs == want.outputs
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_poison_within_a_long_prompt_is_found_as_soon(tiny: Tiny, others: int) -> None:
+    """It never gets past its place, however many steps lie before it."""
+    [output, *rest], unwell = answered(tiny, lambda _, end: end > 77, others)
+    assert isinstance(output.error, RequestError) and unwell.num_failures <= 1 + RETRIES + 3
+    assert all(other.error is None and len(other.outputs[0].token_ids) == 4 for other in rest)
+
+
+def test_who_fails_at_every_new_place_is_given_up(tiny: Tiny) -> None:
+    """That comes of no passing failure any more."""
+    seen = set[int]()
+
+    def fails(_: int, end: int) -> bool:
+        return end not in seen and not seen.add(end)  # type: ignore[func-returns-value]
+
+    [output], unwell = answered(tiny, fails)
+    assert isinstance(output.error, RequestError) and MAX_FAILURES <= unwell.num_failures <= MAX_FAILURES + RETRIES

@@ -67,9 +67,9 @@ def test_an_interrupt_in_the_step_that_ends_a_call(
     """Whoever steps next is not told of that call as of one that does not exist, and its branch is free."""
     llm, passed, num_left = tiny(), Recovery.passed, 6
 
-    def interrupted(self: Recovery, answered: Any) -> None:
+    def interrupted(self: Recovery, *given: Any) -> None:
         nonlocal num_left
-        passed(self, answered)
+        passed(self, *given)
         num_left -= 1
         if num_left == 0:
             raise KeyboardInterrupt

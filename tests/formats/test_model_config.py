@@ -22,6 +22,7 @@ from pagedec.formats.gguf.header import read_gguf_header
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.formats.source import WeightSource
+from pagedec.formats.values import positive_number
 from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import FAMILIES, architecture_of_gguf, from_gguf, from_hf_config, load_architecture
@@ -224,6 +225,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ({"rms_norm_eps": 1e39}, "rms_norm_eps is 1e.39: must be a finite number greater than 0 in fp32"),
     ({"rope_theta": 10**400}, "rope_theta is 1000.*: must be a finite number"),
     ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
@@ -245,6 +247,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": [1, "2"]}, "eos_token_id is '2'"),
     ({"bos_token_id": -1}, "bos_token_id is -1"),
 ]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e39, 1e100, 1e-39, 10**400, float("inf"), float("nan"), True, "1"])
+def test_what_is_no_number_of_fp32_s(value: object) -> None:
+    """In which kernels take it, or 1 over it."""
+    with pytest.raises(InvalidArgument, match="x is .*: must be a finite number greater than 0 in fp32"):
+        positive_number("x", value)
+    positive_number("x", 1e-37)
+    positive_number("x", 8e37)
 
 
 @pytest.mark.parametrize(("change", "problem"), REFUSED)
