@@ -18,8 +18,11 @@ CERTAIN = 8
 """Steps after which a place is known well enough to doubt a surprise."""
 OLD = 32
 """Steps after which a place says a quarter as much against its neighbours, and takes in more of a new one."""
-BARE_EVERY = 256
-"""Steps with drafts after which one without is made, so that it stays known what they are measured against."""
+BARE_EVERY, BARE_STEPS = 256, 3
+"""Steps with drafts after which some without are made, so that it stays known what they are measured against."""
+DRIFT_GAIN, MOST_DRIFT = 0.15, 0.1
+"""How fast it is noticed that steps with rolls take longer, or less, than is believed; from which on it is looked at
+what they take without."""
 ROLL_SIZES = 10
 """Sizes of rolls that are told apart: 1, 2, 4, ... sequences."""
 FIRST_ROLL = 0.2
@@ -29,15 +32,16 @@ FIRST_ROLL = 0.2
 class Place:
     """One place of the curve: about how many rows, and the seconds relative to the scale, as logarithms."""
 
-    __slots__ = ("last", "level", "num_doubts", "num_steps", "rows")
+    __slots__ = ("last", "level", "num_doubts", "num_recent", "num_steps", "rows")
 
     def __init__(self, rows: float, level: float) -> None:
         self.rows, self.level, self.num_steps, self.last = rows, level, 0, 0
+        self.num_recent = 0.0  # where steps were long ago they count for less than one
         self.num_doubts = 0  # surprises in a row that were not believed
 
     def weight(self, now: int) -> float:
         """What it says against its neighbours: the more, the better it is known, and the less, the longer ago."""
-        return min(self.num_steps, 2 * CERTAIN) / (1 + (now - self.last) / OLD) ** 2
+        return min(self.num_recent, 2 * CERTAIN) / (1 + (now - self.last) / OLD) ** 2
 
 
 class StepPace:
@@ -55,13 +59,18 @@ class StepPace:
         self._asking = 0.0
         self._rolls: list[dict[int, float]] = [{}, {}]  # with masks, or without
         self._since_bare = 0
+        self._drift = 0.0  # of a logarithm: how much longer steps with rolls take of late than is believed
         self._costs: StepCosts | None = None
 
     def note(self, shape: StepShape, num_branches: int, num_granted: int, host: float, execute: float) -> None:
         """A step of this shape took so many seconds on the host, and on the device."""
-        self._since_bare = self._since_bare + 1 if num_granted else 0
+        is_due = self._since_bare >= BARE_EVERY
+        self._since_bare = self._since_bare + 1 if num_granted or is_due else 0
+        if self._since_bare >= BARE_EVERY + BARE_STEPS:
+            self._since_bare = 0
         if not shape.is_steady or not shape.num_rows:
             return
+        self._num_steps += 1
         self._note_host(shape.num_asked, num_branches, host)
         seconds = max(1e-9, host + execute - self._asking * shape.num_asked)
         if shape.roll_depth:
@@ -104,10 +113,11 @@ class StepPace:
             surprise = math.copysign(MOST_SURPRISE, surprise)
         else:
             if place.num_doubts == DOUBTS:  # something has changed, and what else was known may have, too
-                place.num_steps, self._since_bare = 1, BARE_EVERY
+                place.num_steps, place.num_recent, self._since_bare = 1, 1.0, BARE_EVERY
             place.num_doubts = 0
-        gain = max(GAIN, 1 / (1 + place.weight(self._num_steps)))
-        self._num_steps += 1
+        known, is_old = place.weight(self._num_steps), self._num_steps - place.last > OLD
+        gain = max(GAIN, 1 / (1 + known))
+        place.num_recent = (known if is_old else place.num_recent) + 1
         place.last, place.num_steps = self._num_steps, place.num_steps + 1
         place.rows += gain * (num_rows - place.rows)
         if place.num_steps > CERTAIN:
@@ -121,9 +131,15 @@ class StepPace:
             return
         known = self._rolls[shape.is_masked]
         size = min(math.ceil(math.log2(shape.num_rolls)), ROLL_SIZES - 1) if shape.num_rolls > 1 else 0
-        own = max(0.0, seconds - float(self.costs.of(shape.num_rows))) / shape.roll_depth
-        before = known.get(size)
-        known[size] = own if before is None else before + 2 * GAIN * (min(own, 2 * before + 1e-6) - before)
+        bare, before = float(self.costs.of(shape.num_rows)), known.get(size)
+        own = max(0.0, seconds - bare) / shape.roll_depth
+        if before is None:
+            known[size] = own
+            return
+        self._drift += DRIFT_GAIN * (math.log(seconds / (bare + before * shape.roll_depth)) - self._drift)
+        if abs(self._drift) > MOST_DRIFT:  # the machine has changed, or the roll: a step without one tells them apart
+            self._since_bare, self._drift = BARE_EVERY, 0.0
+        known[size] = before + 2 * GAIN * (min(max(own, before / 2), 2 * before + 1e-6) - before)
 
     def _made(self) -> StepCosts:
         now = self._num_steps

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pagedec.core.costs import StepShape
-from pagedec.engine.pace import BARE_EVERY, StepPace, place_of
+from pagedec.engine.pace import BARE_EVERY, BARE_STEPS, StepPace, place_of
 
 
 def stair(rows: int) -> float:
@@ -103,4 +103,22 @@ def test_a_bare_step_every_now_and_then() -> None:
     for _ in range(3 * BARE_EVERY):
         found.append(pace.costs.is_bare)
         pace.note(StepShape(5 if not found[-1] else 1), 1, 0 if found[-1] else 4, 1e-4, 0.01)
-    assert sum(found) == 2
+    assert sum(found) == 2 * BARE_STEPS
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.4])
+def test_a_machine_that_changes_is_followed_where_every_step_rolls(factor: float) -> None:
+    """Only steps without a roll tell its time from theirs: they are made as soon as a roll seems to take another."""
+    rng, pace, num_bare = random.Random(3), StepPace(), 0
+    for i in range(700):
+        speed = 0.01 * (factor if i >= 300 else 1.0) * rng.lognormvariate(0, 0.05)
+        if i < 20 or pace.costs.is_bare:
+            num_bare += i >= 20
+            pace.note(StepShape(8), 8, 0, 1e-4, speed)
+        else:
+            pace.note(StepShape(16, 8, 8, 1), 8, 8, 1e-4, speed * 1.25)
+        if i in (299, 399, 699):
+            costs, now = pace.costs, 0.01 * (factor if i >= 300 else 1.0)
+            rolled = float(costs.of(16) + costs.of_rolls(8, 1, False))
+            assert float(costs.of(8)) == pytest.approx(now, rel=0.12) and rolled == pytest.approx(1.25 * now, rel=0.12)
+    assert num_bare < 50
