@@ -96,7 +96,7 @@ class ModelConfig:
         ),
     )
     max_model_len: int | None = option(
-        None, Integer("most tokens of a prompt and its answer; none: what the model allows", low=1, optional=True)
+        None, Integer("most tokens of a prompt and its answer; none: what the model allows", low=2, optional=True)
     )
     generation_config: str = option(
         "auto",

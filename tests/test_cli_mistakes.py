@@ -59,7 +59,7 @@ def run(*arguments: str) -> int:
         (["generate", "a", "--engine-seed", "-1"], "engine_seed is -1: must be a whole number from 0 to"),
         (
             ["generate", "a", "--max-model-len", "0"],
-            "max_model_len is 0: must be a whole number from 1 to 2147483647 or none",
+            "max_model_len is 0: must be a whole number from 2 to 2147483647 or none",
         ),
         (["generate", "a", "--stop", ""], "stop is empty: must be a text that is not empty, or a list of them"),
         (["generate", "-f", "no/such/file"], "file is no/such/file: cannot be read: No such file or directory"),

@@ -22,7 +22,7 @@ WRONG = [
     *[("load_format", value) for value in ("pt", None)],
     *[("quantization", value) for value in ("int3", 8)],
     *[("skip_tokenizer_init", value) for value in (1, "yes", None)],
-    *[("max_model_len", value) for value in (0, -1, 1.5, True)],
+    *[("max_model_len", value) for value in (1, 0, -1, 1.5, True)],
     *[("block_size", value) for value in (0, 4, 12, 512, None, 16.0, True)],
     *[("num_blocks", value) for value in (0, -1, "many", 2.0)],
     *[("kv_cache_memory", value) for value in ("2XiB", "", "GiB", -1, 1000, 2**60, 1.5, True, "-1GiB")],

@@ -129,7 +129,8 @@ class BatchJob:
             if entry.settings != self.settings:
                 limit = (
                     "was begun with another model, seed or other sampling parameters, with other adapters, or with the "
-                    "model in another form (dtype, quantization, kv_cache_dtype, attention_backend, tokenizer ...); "
+                    "model in another form (dtype, quantization, kv_cache_dtype, attention_backend, max_model_len, "
+                    "tokenizer ...); "
                     "give the same, name another file, or start over with restart=True"
                 )
                 raise InvalidArgument("output", str(self.output), limit)
