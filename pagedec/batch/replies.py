@@ -54,8 +54,6 @@ def line_error_record(name: str, line: Line, error: LineError) -> dict[str, Any]
 def request_error_record(name: str, line: Line, custom_id: str, error: PagedecError) -> dict[str, Any]:
     """The record of a request that cannot be carried out: the response that OpenAI's interface would give."""
     status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 400)
-    if isinstance(error, RequestError) and error.__cause__ is None:  # the request's own: it would fail again
-        status = 400
     fault = {
         "message": f"line {line.number}: {error}",
         "type": "server_error" if status >= 500 else "invalid_request_error",

@@ -18,7 +18,7 @@ from pagedec import LLM, SamplingParams
 from pagedec.batch import BatchJob, run_batch
 from pagedec.batch.feeder import Feeder
 from pagedec.config import ModelConfig
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, RequestError
 from tests.batch.files import read_output, request, stable, write_input
 
 BODIES: list[dict[str, Any]] = [
@@ -330,6 +330,31 @@ def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="^output is .*: must not be the input"):
         BatchJob(source, tmp_path / "link", model=ModelConfig("m"), restart=True)
     assert source.read_bytes()
+
+
+def test_a_request_that_the_engine_gives_up_is_a_record(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a decoder cannot say what to ask: that request fails, and the others go on."""
+    step, steps = llm.engine.step, []
+
+    def failing() -> Any:
+        steps.append(1)
+        if len(steps) == 2:
+            victim = next(iter(llm.engine.scheduler.requests)).id
+            llm.engine.fail(victim, RequestError(victim, "cannot go on"))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", failing)
+    lines = [request(f"r{i}", prompt=["x", "y"], max_tokens=4) for i in range(3)]
+    summary = run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    records = read_output(tmp_path / "out")
+    assert sorted(record["response"]["status_code"] for record in records) == [200, 200, 500]
+    assert summary.num_errors == 1
+    [lost] = [record for record in records if record["response"]["status_code"] == 500]
+    assert "cannot go on" in lost["response"]["body"]["error"]["message"]
+    assert lost["response"]["body"]["error"]["type"] == "server_error"
+    assert not llm.engine.scheduler.requests
 
 
 def test_our_own_failure_ends_the_run_and_loses_nothing(

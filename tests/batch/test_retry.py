@@ -20,7 +20,7 @@ from pagedec.batch.journal import Journal, OutputError
 from pagedec.batch.replies import as_line
 from pagedec.cli import main
 from pagedec.config import ModelConfig
-from pagedec.errors import InvalidArgument, RequestError
+from pagedec.errors import InvalidArgument
 from tests.batch.files import read_output, request, stable, write_input
 from tests.batch.test_job import BAD, good_lines, texts
 from tests.batch.test_kill import ENGINE, num_lines, start
@@ -270,33 +270,3 @@ def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main.main([*command, "--retry-failed"]) == 0
     told = f"pagedec: nothing to do: all 2 lines are answered in {out}, 0 with errors\n"
     assert capsys.readouterr().err == told
-
-
-@pytest.mark.parametrize("is_its_own", [False, True])
-def test_a_request_that_the_engine_gives_up_is_a_record(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_its_own: bool
-) -> None:
-    """As when a decoder cannot say what to ask: that request fails, and the others go on. Where nothing else was the
-    cause it is the request's own fault, and would come again."""
-    step, steps = llm.engine.step, []
-
-    def failing() -> Any:
-        steps.append(1)
-        if len(steps) == 2:
-            victim = next(iter(llm.engine.scheduler.requests)).id
-            error = RequestError(victim, "cannot go on")
-            error.__cause__ = None if is_its_own else RuntimeError("a decoder's")
-            llm.engine.fail(victim, error)
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", failing)
-    lines = [request(f"r{i}", prompt=["x", "y"], max_tokens=4) for i in range(3)]
-    summary = run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
-    records = read_output(tmp_path / "out")
-    assert sorted(record["response"]["status_code"] for record in records) == [200, 200, 400 if is_its_own else 500]
-    assert summary.num_errors == 1
-    [lost] = [record for record in records if record["response"]["status_code"] != 200]
-    assert "cannot go on" in lost["response"]["body"]["error"]["message"]
-    kind = "invalid_request_error" if is_its_own else "server_error"
-    assert lost["response"]["body"]["error"]["type"] == kind
-    assert not llm.engine.scheduler.requests

@@ -16,6 +16,7 @@ import torch
 
 from pagedec.core.adapter_places import Adapter
 from pagedec.core.forward import DRAW_DTYPE, LaneForward
+from pagedec.core.layout import draw_record
 from pagedec.core.protocol import Answer, Decoder, DecoderContext, Query, TopK, Verdict
 from pagedec.core.request import Branch
 from pagedec.core.sampler import Sampler
@@ -200,7 +201,6 @@ class Scratch:
         return values
 
     def draw(self, tokens: Sequence[int], stream: int, sampler: Sampler) -> int:
-        record = (
-            sampler.seed, stream, 0, len(tokens), sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p,
-        )  # fmt: skip
-        return int(self.model.backend.sample(self.logits(tokens), np.array([record], DRAW_DTYPE))[0])
+        draw = np.frombuffer(bytearray(draw_record(sampler, stream)), DRAW_DTYPE)
+        draw["position"] = len(tokens)
+        return int(self.model.backend.sample(self.logits(tokens), draw)[0])

@@ -13,6 +13,7 @@ import torch
 
 from pagedec import SamplingParams
 from pagedec.core.forward import DRAW_DTYPE
+from pagedec.core.layout import draw_record
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.decoders.sampling import sampler_of
@@ -46,8 +47,9 @@ def loop(scratch: Scratch, prompt: Sequence[int], params: SamplingParams) -> tup
     for _ in range(params.max_tokens or 0):
         raw = scratch.logits(tokens)
         ruled = torch.tensor([process(raw[0].tolist(), tokens, len(prompt), rules)], dtype=torch.float32)
-        record = (sampler.seed, 0, 0, len(tokens), sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p)
-        token = int(backend.sample(ruled, np.array([record], DRAW_DTYPE))[0])
+        draw = np.frombuffer(bytearray(draw_record(sampler, 0)), DRAW_DTYPE)
+        draw["position"] = len(tokens)
+        token = int(backend.sample(ruled, draw)[0])
         ids, values, lse = backend.topk(raw, np.zeros(1, np.int32), params.logprobs or 0)
         row = raw[0].numpy()
         own, top = float(np.float32(row[token] - lse[0])), tuple((values - lse)[0].astype(np.float32).tolist())
