@@ -53,12 +53,15 @@ class Odds:
             self.whole._count(tried)
 
     def gains(self, draft: Draft | Roll) -> list[float]:
-        """The chance of each node but the root to be accepted with all before it: what it adds to a step's tokens."""
-        grade, parents = draft.grade if isinstance(draft, Draft) else 0, draft.parents
+        """The chance of each node but the root to be accepted with all before it: what it adds to a step's tokens. Of a
+        roll's place the first node is rolled, and comes with any of the others: none of these is taken for likelier."""
+        is_roll, parents = isinstance(draft, Roll), draft.parents
+        grade = draft.grade if isinstance(draft, Draft) else 0
         gains, chance = [1.0], self._chance
         for parent, (depth, rank) in zip(parents, places(parents), strict=True):
             gain = gains[parent]
-            gains.append(0.0 if gain < LEAST else gain * min(SURE, chance((grade, depth, rank))))
+            gain = 0.0 if gain < LEAST else gain * min(SURE, chance((grade, depth, rank)))
+            gains.append(min(gain, gains[-1]) if rank and is_roll else gain)
         return gains[1:]
 
     # ---- inside

@@ -18,8 +18,9 @@ CERTAIN = 8
 """Steps after which a place is known well enough to doubt a surprise."""
 OLD = 32
 """Steps after which a place says a quarter as much against its neighbours, and takes in more of a new one."""
-BARE_EVERY, BARE_STEPS = 256, 3
-"""Steps with drafts after which some without are made, so that it stays known what they are measured against."""
+BARE_EVERY, BARE_APART, BARE_STEPS = 256, 48, 3
+"""Steps with drafts after which some without are made, so that it stays known what they are measured against; where
+that seems to have changed, no fewer than so many, and twice as many each time that it has not."""
 DRIFT_GAIN, MOST_DRIFT = 0.15, 0.1
 """How fast it is noticed that steps with rolls take longer, or less, than is believed; from which on it is looked at
 what they take without."""
@@ -60,6 +61,8 @@ class StepPace:
         self._rolls: list[dict[int, float]] = [{}, {}]  # with masks, or without
         self._since_bare = 0
         self._drift = 0.0  # of a logarithm: how much longer steps with rolls take of late than is believed
+        self._is_doubted = False  # it was too large since the last steps without rolls
+        self._apart = BARE_APART
         self._costs: StepCosts | None = None
 
     def note(self, shape: StepShape, num_branches: int, num_granted: int, host: float, execute: float) -> None:
@@ -108,6 +111,8 @@ class StepPace:
         if place is None:
             self._places[key] = place = Place(num_rows, level - self._scale)
         surprise = level - self._scale - place.level
+        if self._since_bare >= BARE_EVERY and abs(surprise) > 2 * MOST_DRIFT:
+            self._apart = BARE_APART
         if place.num_steps > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
             place.num_doubts += 1
             surprise = math.copysign(MOST_SURPRISE, surprise)
@@ -136,9 +141,12 @@ class StepPace:
         if before is None:
             known[size] = own
             return
-        self._drift += DRIFT_GAIN * (math.log(seconds / (bare + before * shape.roll_depth)) - self._drift)
-        if abs(self._drift) > MOST_DRIFT:  # the machine has changed, or the roll: a step without one tells them apart
-            self._since_bare, self._drift = BARE_EVERY, 0.0
+        surprise = math.log(seconds / (bare + before * shape.roll_depth))
+        self._drift += DRIFT_GAIN * (min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) - self._drift)
+        self._is_doubted |= abs(self._drift) > MOST_DRIFT  # the machine has changed, or the roll
+        if self._is_doubted and self._since_bare >= self._apart:  # steps without one tell them apart
+            self._since_bare, self._drift, self._is_doubted = BARE_EVERY, 0.0, False
+            self._apart = min(2 * self._apart, BARE_EVERY)  # until they have found a change
         known[size] = before + 2 * GAIN * (min(max(own, before / 2), 2 * before + 1e-6) - before)
 
     def _made(self) -> StepCosts:

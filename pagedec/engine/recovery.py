@@ -66,7 +66,7 @@ class Recovery:
             for request in answered:
                 through.add(request)
                 self._failing.pop(request, None)
-            self._failing = {request: own for request, own in self._failing.items() if not request.closed}
+            self._failing = {one: own for one, own in self._failing.items() if not (one.closed or one.idle)}
         if self._alone is not None:  # the device works
             self._trials[:0] = [_Trial([request], 0) for request in self._alone]
             self._alone = None
@@ -102,6 +102,7 @@ class Recovery:
             self._trials.append(_Trial(list(suspects), retries - 1))
             return []
         if len(suspects) == 1:
+            self._failing.pop(suspects[0], None)
             return list(suspects)
         half = len(suspects) // 2
         self._trials += (_Trial(list(suspects[half:]), 0), _Trial(list(suspects[:half]), 0))

@@ -178,6 +178,19 @@ def test_who_rolls_counts_once_however_wide() -> None:
     assert wide.roll_depth(wide.likeliest(2)) == 1 and wide.roll_depth(wide.likeliest(3)) == 2
 
 
+def test_a_candidate_is_not_granted_without_what_is_rolled() -> None:
+    """However often others than the rolled token were right: it would be the one that runs, and its roll be free."""
+    odds, roll = Odds(memory=50), Roll(2, widths=(3, 2))
+    for accepted in [[2]] * 20 + [[1]] * 2:
+        odds.note(roll.draft([7, 8, 9, 5, 6]), accepted)
+    gains = odds.gains(roll)
+    assert gains[1] == gains[0] >= gains[2] and gains[4] <= gains[3] <= gains[0]
+    tree = odds.gains(Draft((7, 8), (0, 0)))
+    assert tree[1] > tree[0], "of a draft that is not rolled each counts for itself"
+    costs = StepCosts((1, 30), (1.0, 1.0), rolls=(2.0,))
+    assert counts(Wish(gains, roll.depths()[1:]), costs=costs) == [0]
+
+
 def test_odds_of_what_stands_beside_a_chain() -> None:
     odds, roll = Odds(memory=50), Roll(2, widths=(2, 3))
     for accepted in [[1, 3]] * 10 + [[2]] * 10 + [[1, 4]] * 10:

@@ -122,3 +122,18 @@ def test_a_machine_that_changes_is_followed_where_every_step_rolls(factor: float
             rolled = float(costs.of(16) + costs.of_rolls(8, 1, False))
             assert float(costs.of(8)) == pytest.approx(now, rel=0.12) and rolled == pytest.approx(1.25 * now, rel=0.12)
     assert num_bare < 50
+
+
+@pytest.mark.parametrize("depths", [[1], [1, 14]])
+def test_steps_without_drafts_stay_few_on_an_unsteady_machine(depths: list[int]) -> None:
+    """Nor where a roll has a start that takes time, so that no cost for each token fits."""
+    rng, pace, num_bare = random.Random(4), StepPace(), 0
+    for i in range(3000):
+        noise = rng.lognormvariate(0, 0.2) * (3 if rng.random() < 0.05 else 1)
+        if i < 20 or pace.costs.is_bare:
+            num_bare += i >= 20
+            pace.note(StepShape(8), 8, 0, 1e-4, 0.01 * noise)
+        else:
+            depth = rng.choice(depths)
+            pace.note(StepShape(8 + 8 * depth, 8, 8, depth), 8, 8, 1e-4, (0.011 + 0.002 * depth) * noise)
+    assert num_bare <= 3000 * 0.05
