@@ -36,10 +36,8 @@ class Roller {
   Roller(pd_context *context, const pd_roll_args &a) : context_(context), a_(a) {
     int32_t slot = 0;
     for (int32_t c = 0; c < a.num_chains; c++) {
-      first_.push_back((int32_t)tokens_.size() - 1), first_slot_.push_back(slot);
+      first_.push_back(slot + c), first_slot_.push_back(slot);
       slot += a.chains[c].count - 1;
-      for (int32_t i = 0; i < a.chains[c].count; i++)
-        tokens_.push_back(tokens_.back() + (a.widths ? a.widths[tokens_.size() - 1] : 1));
       longest_ = std::max(longest_, a.chains[c].count);
     }
   }
@@ -59,7 +57,7 @@ class Roller {
     for (int32_t c = 0; c < a_.num_chains; c++) {
       if (a_.chains[c].count <= i) continue;
       const int32_t position = a_.draws[c].position + i - 1 - a_.lag;
-      r.token_ids.push_back(a_.tokens[tokens_[first_[c] + i - 1]]);
+      r.token_ids.push_back(a_.tokens[a_.indptr[first_[c] + i - 1]]);
       r.positions.push_back(position);
       r.slots.push_back(a_.chain_slots[first_slot_[c] + i - 1]);
       const int32_t *table = a_.block_table + a_.chains[c].branch * (int64_t)a_.table_stride;
@@ -106,8 +104,8 @@ class Roller {
       const int32_t c = r.chains[start + row], place = first_[c] + i;
       pd_draw draw = a_.draws[c];
       draw.row = row, draw.position += i;
-      for (draw.rank = 0; draw.rank < tokens_[place + 1] - tokens_[place]; draw.rank++)
-        r.draws.push_back(draw), r.targets.push_back(tokens_[place] + draw.rank);
+      for (draw.rank = 0; draw.rank < a_.indptr[place + 1] - a_.indptr[place]; draw.rank++)
+        r.draws.push_back(draw), r.targets.push_back(a_.indptr[place] + draw.rank);
     }
     if (keep(i, start, m)) return -1;
     const int32_t n = (int32_t)r.draws.size();
@@ -196,7 +194,6 @@ class Roller {
   const pd_roll_args &a_;
   int32_t longest_ = 0;
   std::vector<int32_t> first_, first_slot_;  // of each chain: its first place, its first slot
-  std::vector<int32_t> tokens_{0};           // of each place: its first token; at the end, how many there are
   Round round_;
 };
 
@@ -221,7 +218,7 @@ int check_roll(const pd_roll_args &a) {
       {"whole", a.whole}, {"body", a.body}, {"head", a.head}, {"kinds", a.kinds}, {"num_rows", a.num_rows},
       {"token_ids", a.token_ids}, {"positions", a.positions}, {"slots", a.slots}, {"num_read", a.num_read},
       {"read_rows", a.read_rows}, {"logits", a.logits}, {"chains", a.chains}, {"draws", a.draws},
-      {"block_table", a.block_table}, {"token_plane", a.token_plane}, {"tokens", a.tokens}};
+      {"block_table", a.block_table}, {"token_plane", a.token_plane}, {"indptr", a.indptr}, {"tokens", a.tokens}};
   for (const auto &[field, pointer] : needed)
     if (check_pointer(name, field, pointer)) return -1;
   if (check_range(name, "num_chains", a.num_chains, 0, a.max_rows) || check_range(name, "room", a.room, 1, INT32_MAX) ||
@@ -229,12 +226,14 @@ int check_roll(const pd_roll_args &a) {
       check_range(name, "block_size", a.block_size, 1, 65536) || check_range(name, "lag", a.lag, 0, INT32_MAX) ||
       check_optional(name, "chain_ids", a.chain_ids))
     return -1;
-  int32_t place = 0;
+  if (a.indptr[0]) return fail("%s: indptr[0] is %d; it must be 0", name, a.indptr[0]);
+  int32_t place = 1;
   for (int32_t c = 0; c < a.num_chains; c++) {
     if (check_chain(a, c)) return -1;
-    for (const int32_t stop = place + a.chains[c].count; a.widths && place < stop; place++)
-      if (a.widths[place] < 1 || a.widths[place] > 1 + PD_MAX_RANK)
-        return fail("%s: widths[%d] is %d; it must be 1 to %d", name, place, a.widths[place], 1 + PD_MAX_RANK);
+    for (const int32_t stop = place + a.chains[c].count; place < stop; place++)
+      if (a.indptr[place] <= a.indptr[place - 1] || a.indptr[place] - 1 - PD_MAX_RANK > a.indptr[place - 1])
+        return fail("%s: indptr[%d] is %d behind %d; it must be 1 to %d more", name, place, a.indptr[place],
+                    a.indptr[place - 1], 1 + PD_MAX_RANK);
   }
   return 0;
 }

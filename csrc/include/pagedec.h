@@ -55,7 +55,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 16
+#define PD_ABI_VERSION 17
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -402,8 +402,8 @@ typedef struct {
   const int32_t *chain_slots;  /* [sum of count - 1]: of all tokens but the last of each chain */
   const int32_t *token_plane;
   const pd_rules *rules;
-  const int32_t *widths;       /* [sum of count], 1 to 1 + PD_MAX_RANK: tokens drawn at each place; or NULL: 1 */
-  int32_t *tokens;             /* [sum of widths], place by place: those of a chain's first are given, others written */
+  const int32_t *indptr;       /* [sum of count + 1]: where the 1 to 1 + PD_MAX_RANK tokens of each place begin */
+  int32_t *tokens;             /* [indptr's last]: those of a chain's first place are given, others written */
   float *kept;                 /* [*][vocab]: what tokens were drawn from, of chains that have rows here; or NULL */
   int32_t num_kinds, num_chains, table_stride, block_size;
   int32_t vocab, num_drawn;    /* tokens from num_drawn on are never drawn */

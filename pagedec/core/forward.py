@@ -30,7 +30,7 @@ ROLL_DTYPE = np.dtype(
     ]
 )  # fmt: skip
 """A chain of `count` tokens to be rolled behind `branch`. `draw` says how each is drawn, the first at its `row` of the
-forward's rows and at its `position`; the others follow one by one. `LaneForward.roll_widths` says of how many ranks
+forward's rows and at its `position`; the others follow one by one. `LaneForward.roll_indptr` says of how many ranks
 tokens are drawn at each place. All go to the rows from `target_row` on of the target's forward; -1: nowhere. `rule_id`
 -1: logits stay as they are; else `prompt_length` tokens of the branch were not generated. `is_kept` 1: what its tokens
 are drawn from is kept until the target has verified them."""
@@ -124,7 +124,7 @@ class LaneForward:
     masked_rows: np.ndarray = _ints()  # int32 [num_masked], into read_rows, ascending: a mask follows for each
     rolls: np.ndarray = field(default_factory=lambda: NO_ROLLS)  # ROLL_DTYPE [num_rolls]
     roll_slots: np.ndarray = _ints()  # int32 [sum(count - 1)]: where the tokens of each roll but its last are cached
-    roll_widths: np.ndarray = _ints()  # int32 [sum(count)]: tokens at each place of each roll; none: 1
+    roll_indptr: np.ndarray = _ints()  # int32 [sum(count) + 1]: where the tokens of each place begin among all rolled
     feature_slots: np.ndarray = _ints()  # int32 [num_rows], of the target's pool: what each row reads; []: nothing
     verified_draws: np.ndarray = _ints()  # int32 [num_verified]: draws that verify a rolled token by rejection ...
     verified_tokens: np.ndarray = _ints()  # int32 [num_verified]: ... at this place in LaneAnswers.rolled, kept
@@ -222,7 +222,7 @@ class LaneAnswers:
     best_scores: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
     best_logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
     best_keys: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]: what they are ranked by
-    rolled: np.ndarray = _ints()  # int32 [sum(widths)]: one roll behind the other, each place by place, by rank
+    rolled: np.ndarray = _ints()  # int32 [roll_indptr[-1]]: one roll behind the other, each place by place, by rank
     report: Reported | None = None  # where the forward has one
     not_loaded: Problems = field(default_factory=dict)  # of `load_adapters`: their places have none
 
@@ -230,19 +230,14 @@ class LaneAnswers:
 Answers: TypeAlias = dict[str, LaneAnswers]
 
 
-def rolled_places(forward: LaneForward) -> np.ndarray:
-    """Where the tokens of each place of each of a forward's rolls begin among all rolled, and at the end how many there
-    are: int32 [sum(count) + 1]."""
-    counts = forward.rolls["count"]
-    places: np.ndarray = np.arange(int(counts.sum()) + 1, dtype=np.int32)
-    if len(forward.roll_widths):
-        np.cumsum(forward.roll_widths, out=places[1:])
-    return places
+def num_rolled(forward: LaneForward) -> int:
+    """How many tokens a forward's rolls are answered with."""
+    return int(forward.roll_indptr[-1]) if len(forward.roll_indptr) else 0
 
 
 def rolled_ends(forward: LaneForward) -> np.ndarray:
-    """The same of each roll's end: int32 [num_rolls]."""
-    ends: np.ndarray = rolled_places(forward)[forward.rolls["count"].cumsum()]
+    """Where the tokens of each of a forward's rolls end among all rolled: int32 [num_rolls]."""
+    ends: np.ndarray = forward.roll_indptr[forward.rolls["count"].cumsum()]
     return ends
 
 

@@ -326,7 +326,7 @@ class LaneBuilder:
             masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
             rolls=self.rolls.records(),
             roll_slots=self.rolls.slots(),
-            roll_widths=self.rolls.widths(),
+            roll_indptr=self.rolls.indptr(),
             feature_slots=self.rolls.feature_slots(),
             verified_draws=verified[0],
             verified_tokens=verified[1],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedec.core.draft import Roll
-from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, rolled_places
+from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, num_rolled
 from pagedec.core.plan import Work
 from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, RowBest, Sample, TopK
 from pagedec.errors import InvariantError
@@ -70,9 +70,8 @@ def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None
         if lane == "target" and (given.draws.shape, given.topk_tokens.shape, given.logprobs.shape) != expected:
             found = given.draws.shape, given.topk_tokens.shape, given.logprobs.shape
             raise InvariantError(f"lane {lane} was answered in shapes {found}, not {expected}")
-        num_rolled = int(rolled_places(forward)[-1]) if len(forward.rolls) else 0
-        if len(given.rolled) != num_rolled:
-            raise InvariantError(f"lane {lane} has rolled {len(given.rolled)} tokens, not {num_rolled}")
+        if len(given.rolled) != num_rolled(forward):
+            raise InvariantError(f"lane {lane} has rolled {len(given.rolled)} tokens, not {num_rolled(forward)}")
         _check_best_answers(lane, forward, given)
         for tokens in (given.draws, given.topk_tokens, given.best_tokens, given.rolled):
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,13 @@ from pagedec.core.table import BlockTable
 class Rolls:
     """Collects chains in order. `add`'s results name them."""
 
-    __slots__ = ("_ends", "_records", "_slots", "_sources", "_widths")
+    __slots__ = ("_ends", "_indptr", "_records", "_slots", "_sources")
 
     def __init__(self) -> None:
         self._records: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._ends = [0]
         self._slots: list[int] = []
-        self._widths: list[int] = []
+        self._indptr = [0]
         self._sources: list[tuple[BlockTable, int, int]] = []
 
     def add(self, record: list[Any], roll: Roll, slots: list[int]) -> int:
@@ -28,7 +29,7 @@ class Rolls:
         self._records.append(record)
         self._ends.append(self._ends[-1] + roll.num_nodes)
         self._slots += slots
-        self._widths += roll.widths or (1,) * roll.count
+        self._indptr += [self._ends[-2] + end for end in accumulate(roll.widths or (1,) * roll.count)]
         return len(self._records) - 1
 
     def use(self, roll: int, target_row: int) -> range:
@@ -48,9 +49,9 @@ class Rolls:
         """int32 [sum(count - 1)]."""
         return np.array(self._slots, np.int32) if self._slots else NO_INTS
 
-    def widths(self) -> np.ndarray:
-        """int32 [sum(count)]; none where all are 1."""
-        return np.array(self._widths, np.int32) if self._ends[-1] > len(self._widths) else NO_INTS
+    def indptr(self) -> np.ndarray:
+        """int32 [sum(count) + 1]; none where there are no rolls."""
+        return np.array(self._indptr, np.int32) if self._records else NO_INTS
 
     def feature_slots(self) -> np.ndarray:
         """int32 [num_rows], of the target's pool, where the lane's rows read features; else none. When all tables are

@@ -33,7 +33,7 @@ from pagedec.core.forward import (
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
-MAGIC, VERSION = 0x50444543, 7
+MAGIC, VERSION = 0x50444543, 8
 FORWARDS, MASKS, ANSWERS, ROLLED, DONE = 1, 2, 3, 4, 5
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
@@ -57,7 +57,7 @@ _LANE: _Layout = (
         "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "adapters", "copy_src",
         "copy_dst", "offload_blocks", "offload_places", "load_places", "load_adapters", "fresh", "read_rows",
         "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows", "roll_slots",
-        "roll_widths",
+        "roll_indptr",
         "feature_slots", "verified_draws", "verified_tokens",
     ),
 )  # fmt: skip

@@ -153,7 +153,7 @@ class Roller(Protocol):
         self, forward: LaneForward, tokens: np.ndarray, rules: Mapping[int, Any], kept: torch.Tensor, rows: np.ndarray
     ) -> None:
         """Draw all tokens of `forward.rolls` but those of each one's first place, and put them behind these: `tokens`
-        int32 [sum(widths)], as in `LaneAnswers.rolled`. `rows` int32 [num_rolls]: the first row of `kept` fp32
+        int32 [roll_indptr[-1]], as in `LaneAnswers.rolled`. `rows` int32 [num_rolls]: the first row of `kept` fp32
         [*, vocab] that receives what a chain's tokens are drawn from; -1: none does."""
 
 

@@ -72,7 +72,7 @@ __all__ = [
     "Rules", "SampleArgs", "Segment", "SoftCapArgs", "SpreadLogitsArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISAS = environment.EMULATED_ISAS

@@ -78,13 +78,11 @@ class NativeRoller:
             flat, chains["rules"][ruled] = named(rolls["rule_id"][ruled], rules)
         records = np.frombuffer(b"".join(own.record for own in flat), np.uint8)
         draws = np.ascontiguousarray(rolls["draw"])
-        table, slots = int32(forward.block_table), int32(forward.roll_slots)
+        table, slots, indptr = int32(forward.block_table), int32(forward.roll_slots), int32(forward.roll_indptr)
         record = self._record
         record.chains, record.draws, record.tokens = chains.ctypes.data, draws.ctypes.data, tokens.ctypes.data
         record.block_table, record.table_stride = table.ctypes.data, table.shape[1]
-        record.chain_slots, record.rules = slots.ctypes.data, records.ctypes.data
-        widths = int32(forward.roll_widths)
-        record.widths = widths.ctypes.data if len(widths) else None
+        record.chain_slots, record.indptr, record.rules = slots.ctypes.data, indptr.ctypes.data, records.ctypes.data
         record.kept = address(kept, torch.float32, "kept") if len(kept) else None
         record.num_chains, record.num_rules = len(rolls), len(flat)
         self._backend.context.roll(record)

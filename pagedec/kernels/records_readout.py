@@ -192,7 +192,7 @@ class RollArgs(Structure):
         ("chain_slots", c_void_p),
         ("token_plane", c_void_p),
         ("rules", c_void_p),
-        ("widths", c_void_p),
+        ("indptr", c_void_p),
         ("tokens", c_void_p),
         ("kept", c_void_p),
         ("num_kinds", c_int32),

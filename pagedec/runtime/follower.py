@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagedec.core.forward import Answers, MakeMasks, Problems, rolled_places
+from pagedec.core.forward import Answers, MakeMasks, Problems, num_rolled
 from pagedec.core.wire import Step
 from pagedec.kernels.link import Link
 from pagedec.runtime.geometry import Geometry
@@ -36,7 +36,7 @@ class Follower:
             return _nothing
         not_loaded = self._target.prepare(target)
         if draft is not None and len(draft.rolls):
-            rolled = np.empty(int(rolled_places(draft)[-1]), np.int32)
+            rolled = np.empty(num_rolled(draft), np.int32)
             self._link.broadcast(rolled)
             if rolled[0] < 0:
                 return _nothing  # the first rank could not roll, and says so

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneAnswers, LaneForward, Masks, Problems, ProcessRows, rolled_places
+from pagedec.core.forward import LaneAnswers, LaneForward, Masks, Problems, ProcessRows, num_rolled
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.core.wire import Step
 from pagedec.errors import InvariantError
@@ -221,12 +221,12 @@ class LaneRunner:
     # ---- chains
     def roll(self, forward: LaneForward) -> np.ndarray:
         """The forward, and the chains that begin in it: the i-th token of each is evaluated to give the next one.
-        Returns the chains, one behind the other, each place by place: int32 [sum(widths)]."""
-        counts, places = forward.rolls["count"], rolled_places(forward)
+        Returns the chains, one behind the other, each place by place: int32 [roll_indptr[-1]]."""
+        counts, indptr = forward.rolls["count"], forward.roll_indptr
         firsts, rows = np.cumsum(counts) - counts, self._kept_rows(forward.rolls)
-        tokens, widths = np.empty(int(places[-1]), np.int32), np.diff(places)
+        tokens, widths = np.empty(num_rolled(forward), np.int32), np.diff(indptr)
         first = _beginning(forward, widths[firsts])
-        tokens[places[firsts].repeat(widths[firsts]) + first.draws["rank"]] = self.execute(
+        tokens[indptr[firsts].repeat(widths[firsts]) + first.draws["rank"]] = self.execute(
             first, keep=self._keeper(rows)
         ).draws
         if self._roller is not None:
@@ -236,12 +236,12 @@ class LaneRunner:
         for i in range(1, int(counts.max())):
             going = np.nonzero(counts > i)[0]
             slots = forward.roll_slots[first_slots[going] + (i - 1)]
-            own, before = firsts[going] + i, tokens[places[firsts[going] + (i - 1)]]
+            own, before = firsts[going] + i, tokens[indptr[firsts[going] + (i - 1)]]
             draws = _draws(forward.rolls[going], i, widths[own])
             step = _continued(forward, forward.rolls[going], before, slots, draws, self.model.lag)
             keep = self._keeper(rows[going], i)
             drawn = self.execute(step, keep=keep, chains=going.astype(np.int32)).draws
-            tokens[places[own].repeat(widths[own]) + draws["rank"]] = drawn
+            tokens[indptr[own].repeat(widths[own]) + draws["rank"]] = drawn
         return tokens
 
     def drafted(self, forward: LaneForward, rolled: np.ndarray, given: np.ndarray) -> Drafted:
@@ -249,7 +249,7 @@ class LaneRunner:
         Another lane's kernels read what they were drawn from, which is in no order with this lane's."""
         self.backend.wait()
         rolls = forward.rolls
-        ends, places = np.cumsum(rolls["count"]), np.searchsorted(rolled_places(forward), given, side="right") - 1
+        ends, places = np.cumsum(rolls["count"]), np.searchsorted(forward.roll_indptr, given, side="right") - 1
         owners = np.searchsorted(ends, places, side="right")
         index = places - (ends - rolls["count"])[owners]
         draws = rolls["draw"][owners]

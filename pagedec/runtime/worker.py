@@ -19,8 +19,8 @@ from pagedec.core.forward import (
     Masks,
     Problems,
     asks_draws_alone,
+    num_rolled,
     rolled_ends,
-    rolled_places,
 )
 from pagedec.core.wire import Step
 from pagedec.kernels.backend import Drafted
@@ -126,7 +126,7 @@ class Worker:
         try:
             rolled = runner.roll(draft)
         except Exception:
-            self._link.broadcast(np.full(int(rolled_places(draft)[-1]), -1, np.int32))
+            self._link.broadcast(np.full(num_rolled(draft), -1, np.int32))
             self.is_whole = True  # they go no further in this step
             raise
         self._link.broadcast(rolled)

@@ -148,8 +148,7 @@ class FakeRunner:
             self._check_against_history(plan, lane, forward)
             self._forbidden = self._masked(plan.step, forward, rolled)
             answers[lane] = self._read_out(lane, forward)
-            slots, widths = forward.roll_slots.tolist(), forward.roll_widths.tolist()
-            widths = widths or [1] * sum(forward.rolls["count"].tolist())
+            slots, widths = forward.roll_slots.tolist(), np.diff(forward.roll_indptr).tolist()
             for roll in forward.rolls:
                 own = [slots.pop(0) for _ in range(roll["count"] - 1)]
                 rolled += self._roll(lane, forward, roll, own, [widths.pop(0) for _ in range(roll["count"])])

@@ -8,7 +8,7 @@ import numpy as np
 
 from pagedec.core.block import BlockPool
 from pagedec.core.draft import EMPTY, Draft, Roll
-from pagedec.core.forward import LaneAnswers, rolled_ends, rolled_places, split_rolled
+from pagedec.core.forward import LaneAnswers, num_rolled, rolled_ends, split_rolled
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.plan import Work
 from pagedec.core.protocol import LogProbs, Query, Sample, TopK
@@ -130,8 +130,8 @@ def test_a_wide_roll_is_a_tree_of_rows() -> None:
         assert draft.rolls.use(number, root + 1) == (range(2), range(2, 8))[number]
     laid, forward = draft.finish(CopyPlan(draft_pool)), target.finish(CopyPlan(pool))
     assert laid.rolls["count"].tolist() == [2, 3] and laid.rolls["target_row"].tolist() == [1, 4]
-    assert laid.roll_widths.tolist() == [1, 1, 3, 1, 2] and len(laid.roll_slots) == 3
-    assert rolled_places(laid).tolist() == [0, 1, 2, 5, 6, 8] and rolled_ends(laid).tolist() == [2, 8]
+    assert laid.roll_indptr.tolist() == [0, 1, 2, 5, 6, 8] and len(laid.roll_slots) == 3
+    assert num_rolled(laid) == 8 and rolled_ends(laid).tolist() == [2, 8] and num_rolled(forward) == 0
     tokens = np.arange(10, 18, dtype=np.int32)
     assert split_rolled(laid, tokens) == [(10, 11), (12, 13, 14, 15, 16, 17)]
     assert with_rolled(forward, laid, tokens).token_ids.tolist() == [2, 10, 11, 2, 12, 13, 14, 15, 16, 17]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedec.core.forward import ROLL_DTYPE, LaneForward, ProcessRows, rolled_places
+from pagedec.core.forward import ROLL_DTYPE, LaneForward, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.backend import AttentionShape, Rope
 from pagedec.kernels.device import DeviceBackend
@@ -105,7 +105,7 @@ class Rolls:
     @property
     def chain(self) -> np.ndarray:
         """Where the tokens of the chains themselves are, place by place, and behind them how many tokens there are."""
-        return rolled_places(self.forward)
+        return self.forward.roll_indptr
 
     @classmethod
     def make(cls, lag: int, is_wide: bool = False) -> Rolls:
@@ -123,11 +123,11 @@ class Rolls:
             for at in range(roll["draw"]["position"] - lag, roll["draw"]["position"] - lag + roll["count"] - 1)
         ]
         none = np.zeros(0, np.int32)
-        widths = rng.permutation(np.arange(sum(counts)) % 4 + 1).astype(np.int32) if is_wide else none
+        widths = rng.permutation(np.arange(sum(counts)) % 4 + 1) if is_wide else np.ones(sum(counts), np.int32)
+        places = np.concatenate(([0], np.cumsum(widths))).astype(np.int32)
         forward = LaneForward(
-            "draft", none, none, none, none, none, table, rolls=rolls, roll_slots=np.array(slots), roll_widths=widths
+            "draft", none, none, none, none, none, table, rolls=rolls, roll_slots=np.array(slots), roll_indptr=places
         )
-        places = rolled_places(forward)
         tokens = np.full(int(places[-1]), -1, np.int32)
         for first in firsts:
             tokens[places[first] : places[first + 1]] = rng.integers(0, DRAWN, places[first + 1] - places[first])
@@ -233,7 +233,9 @@ def test_a_width_that_cannot_be_is_named(width: int) -> None:
     head = Head(backend)
     roller = backend.roller(head.programs, head, [head.plan], head.cache, DRAWN, lag=0)
     assert roller is not None
-    rolls.forward.roll_widths[9] = width
+    rolls.forward.roll_indptr[10:] += width - np.diff(rolls.forward.roll_indptr)[9]
     kept = backend.zeros((len(rolls.tokens), VOCAB), torch.float32)
-    with pytest.raises(KernelError, match=rf"^pd_roll: widths\[9\] is {width}; it must be 1 to 16$"):
+    with pytest.raises(
+        KernelError, match=rf"^pd_roll: indptr\[10\] is {width + 21} behind 21; it must be 1 to 16 more$"
+    ):
         roller.carry_on(rolls.forward, rolls.tokens, known(backend), kept, rolls.kept_rows)
