@@ -278,7 +278,7 @@ class Planner:
                 continue
             table = branch.tables["target"]
             pending = depth[branch.tip] - table.length
-            count = min(chunk, rows.most(pending))
+            count = min(chunk, rows.most(self._reuse.most_pending(request, branch)))
             if count < 1 <= pending:
                 continue
             has_room = self._reserve(request, [(table, count)], {branch})

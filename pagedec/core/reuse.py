@@ -41,6 +41,14 @@ class Reuse:
         at_boundary = table.length % table.pool.block_size == 0 and end <= _findable(request, length)
         return self._caching and at_boundary and history.block_key(branch.tip, end) in self._computing
 
+    def most_pending(self, request: Request, branch: Branch) -> int:
+        """How many tokens a branch that need not wait may evaluate: no more than siblings wait for. Behind all of its
+        own it is answered, and may end with what these have not found yet."""
+        pending = request.history.depth[branch.tip] - branch.table.length
+        trunks = self._trunks.get(request)
+        awaited = 0 if trunks is None else trunks.awaited(branch) - branch.table.length
+        return min(pending, awaited) if awaited > 0 else pending
+
     def num_shared(self, request: Request) -> int:
         """Blocks of a request that holds none, which others hold."""
         branch = request.branches[0]

@@ -18,23 +18,26 @@ class Trunks:
     there are.
     """
 
-    __slots__ = ("_history", "_owner", "_trunk")
+    __slots__ = ("_awaited", "_history", "_owner", "_trunk")
 
     def __init__(self, history: History, branches: Sequence[Branch], asked: Iterable[Branch]) -> None:
         self._history = history
         self._trunk: dict[Branch, int] = {}
+        self._awaited: dict[Branch, int] = {}
         self._owner: dict[int, Branch] = {}  # node: a branch whose KV is valid up to there
         asked = set(asked)
-        seen = {0}
+        seen: dict[int, Branch | None] = {0: None}
         parent, depth = history.parent, history.depth
         for branch in branches:
             if branch not in asked:
                 continue
             node = parent[branch.tip]  # the root row is evaluated by each branch itself
             while node not in seen:
-                seen.add(node)
+                seen[node] = branch
                 node = parent[node]
             self._trunk[branch] = depth[node]
+            if (first := seen[node]) is not None:
+                self._awaited[first] = max(self._awaited.get(first, 0), depth[node])
         for branch in branches:
             self.mark(branch)
 
@@ -49,6 +52,10 @@ class Trunks:
     def length(self, branch: Branch) -> int:
         """How much of `branch` others before it evaluate; never its last token."""
         return self._trunk[branch]
+
+    def awaited(self, branch: Branch) -> int:
+        """How much of `branch` others behind it wait for, as long as it is not valid anywhere."""
+        return self._awaited.get(branch, 0)
 
     def donor(self, branch: Branch | Hypothesis) -> tuple[Branch | None, int]:
         """The branch that is valid furthest along `branch`, and how far."""

@@ -12,6 +12,9 @@ from pagedec.params import RequestParams
 
 AT_ONCE = 256
 """Branches that live at a time: however many continuations there are, the pool holds a bounded part of them."""
+MOST_COMING = 2
+"""Nodes behind those that have a branch, as a multiple of the branches: while there would be more, none with others
+behind it gets one. Those that keep theirs until others are made would leave these no room."""
 
 _State = tuple[int, tuple[int, ...]]
 
@@ -73,7 +76,7 @@ class GivenText(Decoder):
             self._ready.extend(reversed(self._behind[place]))
         asked = {branch.state[0]: branch for branch in self._branches if not branch.state[1]} | served
         kept = {place for place in asked if place == 0 or self._num_unmade[place]}
-        made = self._make(kept, len(self._branches) - len(asked))
+        made = self._make(kept, [branch.state[0] for branch in self._branches if branch.state[0] not in asked])
         if not self._num_left:
             kept.discard(0)
         live: list[Child] = []
@@ -86,27 +89,39 @@ class GivenText(Decoder):
         gone = (branch for place, branch in asked.items() if not (place in kept or place in served or place in made))
         return Verdict(tuple(live), drop=tuple(gone))
 
-    def _make(self, kept: set[int], num_running: int) -> dict[int, list[int]]:
+    def _make(self, kept: set[int], running: Sequence[int]) -> dict[int, list[int]]:
         """Which nodes get a branch, by the node that it grows out of: the nearest one before it that still has one.
-        `kept`: those that have one and were asked; who is of no use any more is taken out."""
+        `kept`: those that have one and were asked; who is of no use any more is taken out. `running`: those that have
+        one and are still to be asked."""
         made: dict[int, list[int]] = {}
-        num_live = num_running + len(kept) - 1  # the root is one more
+        num_live = len(running) + len(kept) - 1  # the root is one more
+        num_coming = sum(self._num_unmade[place] for place in kept if place) + sum(map(self._num_behind, running))
         while self._ready:
-            own = before = self._before[self._ready[-1]]
+            place = self._ready[-1]
+            own = before = self._before[place]
             while before not in kept:
                 before = self._before[before]
-            goes = 0 < before == own and self._num_unmade[own] == 1
-            if num_live - goes >= self.width:
-                if num_running or made:
+            num_behind, goes = self._num_behind(place), 0 < before == own and self._num_unmade[own] == 1
+            is_full = num_live - goes >= self.width
+            if is_full or (num_behind and num_coming + num_behind > MOST_COMING * self.width):
+                if running or made:
                     break
-                goes = before > 0  # others behind it grow out of what stands further back
+                if is_full and (last := max(kept)) > place:  # what is behind it grows out of what stands further back
+                    kept.remove(last)
+                    num_live, num_coming = num_live - 1, num_coming - self._num_unmade[last]
+                elif is_full:
+                    goes = before > 0  # what else is behind that, too
             made.setdefault(before, []).append(self._ready.pop())
             self._num_unmade[own] -= 1
             self._num_left -= 1
             num_live += 1 - goes
+            num_coming += num_behind - (own > 0)
             if goes:
                 kept.remove(before)
         return made
+
+    def _num_behind(self, place: int) -> int:
+        return len(self._behind[place])
 
     def rank(self, state: _State) -> int:
         """No branch becomes an answer."""

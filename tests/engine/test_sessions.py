@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, BeamSearchParams, SamplingParams
-from pagedec.core.protocol import Verdict
-from pagedec.decoders import scoring
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -111,65 +108,6 @@ def test_a_fork_costs_no_forward_and_no_copy(tiny: Tiny) -> None:
         rows = stats.num_rows
         session.generate(DRAWN)
         assert stats.num_rows == rows + 10  # nothing is computed twice
-
-
-def test_scores_are_a_prompt_s_reports(tiny: Tiny) -> None:
-    for settings in ({}, {"enable_prefix_caching": False, "max_num_batched_tokens": 7, "num_blocks": 14}):
-        llm = tiny(**settings)
-        rows = [[5], [5, 6], [5, 6, 7], [9] * 30, [5, 8, 9], [5, 8, 10], [], [5, 6]]
-        with llm.session(PROMPT, seed=3) as session:
-            for _ in range(2):  # the second time there is more in the prefix cache
-                scores = session.score(rows, logprobs=2)
-                for score, row in zip(scores, rows, strict=True):
-                    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-                    [output] = llm.generate([PROMPT + row], params, use_tqdm=False)
-                    assert score.logprobs == (output.prompt_logprobs or [])[len(PROMPT) :]
-                    assert score.logprob == pytest.approx(sum(score.token_logprobs))
-                session.generate(DRAWN, max_tokens=4)
-                session.rollback(4)
-            assert session.token_ids == PROMPT
-        assert_nothing_left(llm)
-
-
-def test_scores_share_what_they_have_in_common(tiny: Tiny) -> None:
-    llm = tiny()
-    with llm.session(PROMPT, seed=3) as session:
-        session.score([[4]])
-        before = llm.engine.stats.num_rows
-        session.score([[7] * 20 + [last] for last in range(10, 20)])
-        # one row reads the root, 20 are the common part, and its last one is read once more
-        assert llm.engine.stats.num_rows - before <= 22
-
-
-def test_continuations_that_begin_alike_do_not_wait_for_one_another(tiny: Tiny) -> None:
-    llm = tiny()
-    with llm.session(PROMPT, seed=3) as session:
-        session.score([[4]])
-        stats, choices = llm.engine.stats, [[7, 8, first, first, last] for first in range(10, 20) for last in (4, 5)]
-        steps, rows = stats.num_steps, stats.num_rows
-        session.score([*choices, [7], [7, 8], [7, 8, 12, 12]])  # those come with the others
-        # the root, [7, 8], and what follows in one
-        assert (stats.num_steps - steps, stats.num_rows - rows) == (3, 1 + 2 + 10 * 2)
-
-
-def test_however_few_branches_live_at_once_scores_are_the_same(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(5)
-    rows = [[rng.choice((5, 6)) for _ in range(rng.randrange(1, 8))] for _ in range(40)]
-    llm, advance, live = tiny(), scoring.GivenText.advance, list[int]()
-
-    def watched(self: scoring.GivenText, *given: Any) -> Verdict:
-        live.append(len(self._branches))
-        return advance(self, *given)
-
-    monkeypatch.setattr(scoring.GivenText, "advance", watched)
-    with llm.session(PROMPT, seed=3) as session:
-        wanted = session.score(rows)
-        for most in (1, 2, 3, 7):
-            monkeypatch.setattr(scoring, "AT_ONCE", most)
-            live.clear()
-            assert session.score(rows) == wanted
-            assert max(live) <= most + 1  # and the root
-    assert_nothing_left(llm)
 
 
 def test_logprobs_are_kept_with_the_branch(tiny: Tiny) -> None:
