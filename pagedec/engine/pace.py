@@ -4,6 +4,7 @@ rolled."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from pagedec.core.costs import StepCosts, StepShape
@@ -45,6 +46,49 @@ class Place:
         return min(self.num_recent, 2 * CERTAIN) / (1 + (now - self.last) / OLD) ** 2
 
 
+class BareSteps:
+    """When steps without drafts are due: those with drafts do not say what they are measured against. Every now and
+    then, and as soon as steps with rolls take longer, or less, than is believed: the machine has changed, or the roll,
+    and only a step without one tells them apart."""
+
+    __slots__ = ("_apart", "_drift", "_is_doubted", "_since")
+
+    def __init__(self) -> None:
+        self._since = 0  # steps with drafts since the last one without
+        self._apart = BARE_APART
+        self._drift = 0.0  # of a logarithm: how much longer steps with rolls take of late than is believed
+        self._is_doubted = False  # it was too large since the last steps without
+
+    @property
+    def is_due(self) -> bool:
+        """The next step is to be one."""
+        return self._since >= BARE_EVERY
+
+    def ask(self) -> None:
+        """Something has changed."""
+        self._since = BARE_EVERY
+
+    def note(self, has_drafts: bool) -> None:
+        """A step was made."""
+        self._since = self._since + 1 if has_drafts or self.is_due else 0
+        if self._since >= BARE_EVERY + BARE_STEPS:
+            self._since = 0
+
+    def note_bare(self, surprise: float) -> None:
+        """A step without drafts took longer than was believed, by so much of a logarithm."""
+        if self.is_due and abs(surprise) > 2 * MOST_DRIFT:
+            self._apart = BARE_APART
+
+    def note_roll(self, surprise: float) -> None:
+        """A step with rolls did."""
+        self._drift += DRIFT_GAIN * (min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) - self._drift)
+        self._is_doubted |= abs(self._drift) > MOST_DRIFT
+        if self._is_doubted and self._since >= self._apart:
+            self._drift, self._is_doubted = 0.0, False
+            self._apart = min(2 * self._apart, BARE_EVERY)  # until they have found a change
+            self.ask()
+
+
 class StepPace:
     """A curve of seconds by rows that never falls; each step moves its own place, and a little the whole curve, so that
     a machine that got slower is known where it was not measured again. Old steps are forgotten."""
@@ -59,18 +103,12 @@ class StepPace:
         self._host = 0.0  # seconds for each branch that is stepped plainly
         self._asking = 0.0
         self._rolls: list[dict[int, float]] = [{}, {}]  # with masks, or without
-        self._since_bare = 0
-        self._drift = 0.0  # of a logarithm: how much longer steps with rolls take of late than is believed
-        self._is_doubted = False  # it was too large since the last steps without rolls
-        self._apart = BARE_APART
+        self._bare = BareSteps()
         self._costs: StepCosts | None = None
 
     def note(self, shape: StepShape, num_branches: int, num_granted: int, host: float, execute: float) -> None:
         """A step of this shape took so many seconds on the host, and on the device."""
-        is_due = self._since_bare >= BARE_EVERY
-        self._since_bare = self._since_bare + 1 if num_granted or is_due else 0
-        if self._since_bare >= BARE_EVERY + BARE_STEPS:
-            self._since_bare = 0
+        self._bare.note(num_granted > 0)
         if not shape.is_steady or not shape.num_rows:
             return
         self._num_steps += 1
@@ -87,10 +125,8 @@ class StepPace:
         """What is known. Before any step, a step takes a second and rows little."""
         if self._costs is None:
             self._costs = self._made()
-        is_bare = self._since_bare >= BARE_EVERY
-        if is_bare != self._costs.is_bare:
-            known = self._costs
-            self._costs = StepCosts(known.rows, known.seconds, known.asking, known.rolls, known.masked_rolls, is_bare)
+        if self._bare.is_due != self._costs.is_bare:
+            self._costs = replace(self._costs, is_bare=self._bare.is_due)
         return self._costs
 
     # ---- inside
@@ -111,14 +147,14 @@ class StepPace:
         if place is None:
             self._places[key] = place = Place(num_rows, level - self._scale)
         surprise = level - self._scale - place.level
-        if self._since_bare >= BARE_EVERY and abs(surprise) > 2 * MOST_DRIFT:
-            self._apart = BARE_APART
+        self._bare.note_bare(surprise)
         if place.num_steps > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
             place.num_doubts += 1
             surprise = math.copysign(MOST_SURPRISE, surprise)
         else:
             if place.num_doubts == DOUBTS:  # something has changed, and what else was known may have, too
-                place.num_steps, place.num_recent, self._since_bare = 1, 1.0, BARE_EVERY
+                place.num_steps, place.num_recent = 1, 1.0
+                self._bare.ask()
             place.num_doubts = 0
         known, is_old = place.weight(self._num_steps), self._num_steps - place.last > OLD
         gain = max(GAIN, 1 / (1 + known))
@@ -141,12 +177,7 @@ class StepPace:
         if before is None:
             known[size] = own
             return
-        surprise = math.log(seconds / (bare + before * shape.roll_depth))
-        self._drift += DRIFT_GAIN * (min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) - self._drift)
-        self._is_doubted |= abs(self._drift) > MOST_DRIFT  # the machine has changed, or the roll
-        if self._is_doubted and self._since_bare >= self._apart:  # steps without one tell them apart
-            self._since_bare, self._drift, self._is_doubted = BARE_EVERY, 0.0, False
-            self._apart = min(2 * self._apart, BARE_EVERY)  # until they have found a change
+        self._bare.note_roll(math.log(seconds / (bare + before * shape.roll_depth)))
         known[size] = before + 2 * GAIN * (min(max(own, before / 2), 2 * before + 1e-6) - before)
 
     def _made(self) -> StepCosts:
