@@ -21,6 +21,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.kernels.library import available_isas
 from tests.models.checkpoints import VOCAB, Checkpoint, make_checkpoint, variant
 from tests.models.draft_heads import LAYERS, Head
+from tests.models.test_block_weights import quantised_checkpoint
 
 PROMPTS = [[5, 17, 40, 99, 3], [77, 1, 1, 130], list(range(20, 60)), [9], [3, 4], [(i * 7) % 130 for i in range(70)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -45,8 +46,14 @@ def make(target: Checkpoint) -> Any:
 
     def llm(head: Path, speculative: Mapping[str, Any] | None = None, **arguments: Any) -> LLM:
         table = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4, "adaptive": False}
-        settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 96, **arguments}
-        made.append(LLM(str(target.path), speculative_config=table | dict(speculative or {}), **settings))
+        settings = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "num_blocks": 96,
+            "model": target.path,
+            **arguments,
+        }
+        made.append(LLM(speculative_config=table | dict(speculative or {}), **settings))
         return made[-1]
 
     yield llm
@@ -290,6 +297,17 @@ def test_quantised(form: str, whose: str, target: Checkpoint, make: Callable[...
     table = {"quantization": form} if whose != "target" else {}
     arguments = {"quantization": form} if whose != "head" else {}
     llm = make(head_of(target, 2).write(tmp_path), table, dtype="bfloat16", **arguments)
+    assert tokens_of(llm, GREEDY) == tokens_of(llm, GREEDY.clone(speculative=False))
+    assert llm.engine.stats.drafts["eagle3"].num_drafts > 20
+
+
+@pytest.mark.parametrize(("own", "head"), [("awq", "fp8"), ("compressed-tensors", "gptq"), ("fp8", "torchao")])
+def test_quantised_files(own: str, head: str, target: Checkpoint, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Both as others keep them: the target's embedding, which the head shares, is in numbers."""
+    quantised_checkpoint(target.path, tmp_path / "target", own)
+    plain = head_of(target, 2).write(tmp_path / "plain", layer="layers.0")
+    quantised_checkpoint(plain, tmp_path / "head", head)
+    llm = make(tmp_path / "head", model=tmp_path / "target", dtype="auto")
     assert tokens_of(llm, GREEDY) == tokens_of(llm, GREEDY.clone(speculative=False))
     assert llm.engine.stats.drafts["eagle3"].num_drafts > 20
 
