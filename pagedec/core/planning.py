@@ -17,6 +17,7 @@ from pagedec.core.draft import EMPTY
 from pagedec.core.drafting import Drafting
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.overtaking import NOTHING, Overtaking
 from pagedec.core.parked import Parking
 from pagedec.core.pausing import extra_rows
 from pagedec.core.plan import StepPlan, shape_of
@@ -42,7 +43,7 @@ class Planner:
 
     __slots__ = (
         "_adapters", "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_spare",
-        "_only", "_parking", "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
+        "_only", "_overtaking", "_parking", "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +72,7 @@ class Planner:
         self._adapters = adapters or AdapterPlaces(0)
         self._adapters.begin()
         self._drafting = Drafting(limits, self._rows, copies, self._room, weighing)
+        self._overtaking: Overtaking | None = None  # nobody has a long prompt so far
         self._forecast: Forecast | None = None
         self._num_spare: int | None = None  # not counted yet
 
@@ -278,7 +280,8 @@ class Planner:
                 continue
             table = branch.tables["target"]
             pending = depth[branch.tip] - table.length
-            count = min(chunk, rows.most(self._reuse.most_pending(request, branch)))
+            lacking = self._reuse.most_pending(request, branch)
+            count = min(chunk, rows.most(lacking, self._kept(request, lacking)))
             if count < 1 <= pending:
                 continue
             has_room = self._reserve(request, [(table, count)], {branch})
@@ -287,6 +290,19 @@ class Planner:
                 chains.append(Chain(branch, count, query, count == pending))
         self._lay(request, chains)
         return has_room
+
+    def _kept(self, request: Request, pending: int) -> tuple[int, int]:
+        """Rows that a branch with so many pending tokens leaves to those that came later and lack few: none where the
+        request is through with it."""
+        rows = self._rows
+        is_through = pending <= 1 or (len(request.branches) == 1 and pending <= rows.spare)
+        if is_through or rows.seqs_left <= 1 or self._only is not None or self._requests[-1] is request:
+            return NOTHING
+        if self._overtaking is None:
+            demand, caching = self._demand, self._limits.enable_prefix_caching
+            refused = demand.refused[0] if demand.refused and demand.refused[1] == demand.num_changes else None
+            self._overtaking = Overtaking(self._requests, self._may_run, refused, rows.extra, caching)
+        return self._overtaking.kept(request)
 
     def _lay(self, request: Request, chains: Sequence[Chain]) -> None:
         """Chains with drafts are laid out when all chains have their rows."""
@@ -347,7 +363,8 @@ class Planner:
         for query in queries:
             branch = query.branch
             missing = request.history.depth[branch.tip] - branch.table.length - 1  # the root waits for the gang
-            count = min(self._limits.chunk, missing, self._rows.spare)
+            most = self._rows.most(missing + 1, self._kept(request, missing + 1))  # its piece is a prompt's
+            count = min(self._limits.chunk, missing, most)
             if branch in waiting or count <= 0:
                 continue
             if not self._reserve(request, [(branch.table, count)], set(request.branches)):

@@ -11,6 +11,7 @@ from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.masking import MaskedWork, StepMasks
+from pagedec.core.overtaking import NOTHING
 from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.protocol import Query, Sample
 from pagedec.core.request import KNOWN, Branch, Request
@@ -66,9 +67,12 @@ class Rows:
         """What is left for chains of more than one token, and for drafts."""
         return min(self.left, self.extra_left)
 
-    def most(self, pending: int) -> int:
-        """How many of so many pending tokens of a branch may have rows; 0: none, while others may have some."""
-        return min(pending, self.left if pending <= 1 else self.spare)
+    def most(self, pending: int, kept: tuple[int, int] = NOTHING) -> int:
+        """How many of so many pending tokens of a branch may have rows, if it leaves `kept` to others, of which the
+        second part are of prompts; 0: none, while others may have some."""
+        if pending <= 1:
+            return min(pending, self.left)
+        return min(pending, max(0, min(self.left - kept[0], self.extra_left - kept[1])))
 
     def most_drafting(self, pending: int) -> int:
         """The same on the draft lane, where one who writes may lack the last token of a draft, too."""

@@ -132,7 +132,7 @@ NEUTRAL: dict[str, Rule] = {
     "intial_incremental_detokenization_offset": Integer("text is made of the tokens' bytes, whatever stood before"),
     **dict.fromkeys(
         ("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"),
-        Integer("prompts share steps by priority and age; answers do not depend on it"),
+        Integer("prompts share steps by priority and age, short ones beside long ones; answers do not depend on it"),
     ),
     "scheduler_delay_factor": Number("prompts share steps by priority and age; answers do not depend on it", low=0),
     "scheduling_policy": Text(
