@@ -83,8 +83,9 @@ def test_a_job_is_killed_interrupted_and_ended(tiny: Path, tmp_path: Path, expec
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_is_lost(tiny: Path, tmp_path: Path, expected: list[dict[str, Any]], number: signal.Signals) -> None:
-    """By a signal; one that is stopped is noticed when it has not answered for step_timeout."""
-    process = begin(tiny, tmp_path, "--step-timeout", "5")
+    """By a signal; one that is stopped is noticed when it has not answered for step_timeout. One line at a time, or the
+    job might be over before."""
+    process = begin(tiny, tmp_path, "--step-timeout", "5", "--max-num-seqs", "1")
     wait_for(lambda: num_lines(tmp_path / "out") > 10 or process.poll() is not None)
     lost = engines()
     assert lost
