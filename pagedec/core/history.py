@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -137,6 +138,10 @@ class History:
             a = self.parent[self._run[a]]
         return a
 
+    def marks(self) -> Marks:
+        """Nodes that somebody has marked: none so far."""
+        return Marks(self._run, self.parent)
+
     def _reached(self, tips: Iterable[int]) -> dict[int, int]:
         """Of each run, by its first node, the last one that is one of these tips or before one."""
         reached = {0: 0}
@@ -197,3 +202,43 @@ class History:
             content = array("i", self.suffix(node, self.block_size)).tobytes()
             key = self._key[node] = blake2b(key + content, digest_size=_KEY_BYTES).digest()
         return key
+
+
+class Marks:
+    """Nodes of a history that somebody has marked, each with all before it. To mark and to find one takes as long as
+    there are runs before it."""
+
+    __slots__ = ("_marked", "_parent", "_run")
+
+    def __init__(self, run: list[int], parent: list[int]) -> None:
+        self._run, self._parent = run, parent
+        self._marked: dict[int, tuple[list[int], list[Any]]] = {}  # of each run: up to which node, ascending, by whom
+
+    def mark(self, node: int, who: Any) -> tuple[int, Any]:
+        """Mark a node and all before it, where nobody has. The last one that was marked already, and by whom; 0 and
+        None: none was."""
+        while node:
+            first = self._run[node]
+            known = self._marked.get(first)
+            if known is None:
+                self._marked[first] = [node], [who]
+                node = self._parent[first]
+                continue
+            nodes, owners = known
+            if node <= nodes[-1]:
+                return node, owners[bisect_left(nodes, node)]
+            nodes.append(node)
+            owners.append(who)
+            return nodes[-2], owners[-2]
+        return 0, None
+
+    def find(self, node: int) -> tuple[int, Any]:
+        """The last marked one of a node and those before it, and by whom; 0 and None: none is."""
+        while node:
+            first = self._run[node]
+            if (known := self._marked.get(first)) is not None:
+                nodes, owners = known
+                node = min(node, nodes[-1])
+                return node, owners[bisect_left(nodes, node)]
+            node = self._parent[first]
+        return 0, None

@@ -239,7 +239,7 @@ class Recorder:
         assert work.report is not None and self._forward.report is not None
         first, row, position = work.report.first_given, work.report.first_row, work.report.position
         tokens = self._forward.report.given_tokens[first : first + work.report.num_given].tolist()
-        if work.request.scored_from is not None:
+        if work.request.scored_from is not None and position > work.request.scored_from:  # else they are the prompt's
             history = work.request.history
             tip = history.ancestor(work.branch.tip, position)
             for i, token in enumerate(tokens):

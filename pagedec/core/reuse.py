@@ -32,9 +32,11 @@ class Reuse:
         if table.length >= length - 1:
             return False
         before = table.length
+        if (trunks := self._trunks.get(request)) is not None:  # one of them has looked in the prefix cache for all
+            _fork(branch, *trunks.donor(branch))
         if self._caching:
             _extend_from_cache(branch, request)
-        if len(request.branches) > 1 and self._wait_for_trunk(request, branch, table.length > before):
+        if len(request.branches) > 1 and self._wait_for_trunk(request, branch, branch.table.length > before):
             return True
         table = branch.table
         end = table.length + table.pool.block_size
@@ -75,10 +77,7 @@ class Reuse:
             donor, best = trunks.donor(branch)
         if best < trunks.length(branch):
             return True
-        if donor is not None and best > branch.table.length:
-            branch.table.release()
-            branch.tables["target"] = donor.table.fork()
-            branch.table.truncate(best)
+        _fork(branch, donor, best)
         return False
 
     def _find_trunks(self, request: Request) -> Trunks:
@@ -87,6 +86,14 @@ class Reuse:
             request.history, request.branches, request.branches if asked is None else asked
         )
         return trunks
+
+
+def _fork(branch: Branch, donor: Branch | None, best: int) -> None:
+    """Give a branch what a sibling has of its first `best` tokens, if that is more, and if he still has it."""
+    if donor is not None and donor.table.length >= best > branch.table.length:
+        branch.table.release()
+        branch.tables["target"] = donor.table.fork()
+        branch.table.truncate(best)
 
 
 def _findable(request: Request, length: int) -> int:

@@ -13,41 +13,32 @@ class Trunks:
     """What one request's branches have in common, for one step.
 
     A branch owns only what lies behind its longest common part with the asked branches before it. It waits, taking
-    nothing, until that whole part is valid in some sibling, then forks once. Nodes of the history are marked walking up
-    from each tip until a marked one is met, so all of this costs as much as the trie has nodes, however many branches
-    there are.
+    nothing, until that whole part is valid in some sibling, then forks once. All of this costs as much as the history
+    has runs.
     """
 
-    __slots__ = ("_awaited", "_history", "_owner", "_trunk")
+    __slots__ = ("_awaited", "_history", "_trunk", "_valid")
 
     def __init__(self, history: History, branches: Sequence[Branch], asked: Iterable[Branch]) -> None:
         self._history = history
         self._trunk: dict[Branch, int] = {}
         self._awaited: dict[Branch, int] = {}
-        self._owner: dict[int, Branch] = {}  # node: a branch whose KV is valid up to there
-        asked = set(asked)
-        seen: dict[int, Branch | None] = {0: None}
+        self._valid = history.marks()  # each node by a branch whose KV is valid up to there
+        asked, seen = set(asked), history.marks()
         parent, depth = history.parent, history.depth
         for branch in branches:
             if branch not in asked:
                 continue
-            node = parent[branch.tip]  # the root row is evaluated by each branch itself
-            while node not in seen:
-                seen[node] = branch
-                node = parent[node]
+            node, first = seen.mark(parent[branch.tip], branch)  # the root row is evaluated by each branch itself
             self._trunk[branch] = depth[node]
-            if (first := seen[node]) is not None:
+            if first is not None:
                 self._awaited[first] = max(self._awaited.get(first, 0), depth[node])
         for branch in branches:
             self.mark(branch)
 
     def mark(self, branch: Branch) -> None:
         """Note how far `branch` is valid."""
-        owner, parent = self._owner, self._history.parent
-        node = self._history.ancestor(branch.tip, branch.table.length)
-        while node and node not in owner:
-            owner[node] = branch
-            node = parent[node]
+        self._valid.mark(self._history.ancestor(branch.tip, branch.table.length), branch)
 
     def length(self, branch: Branch) -> int:
         """How much of `branch` others before it evaluate; never its last token."""
@@ -59,8 +50,5 @@ class Trunks:
 
     def donor(self, branch: Branch | Hypothesis) -> tuple[Branch | None, int]:
         """The branch that is valid furthest along `branch`, and how far."""
-        history, owner = self._history, self._owner
-        node = branch.tip
-        while node and node not in owner:
-            node = history.parent[node]
-        return owner.get(node), history.depth[node]
+        node, owner = self._valid.find(branch.tip)
+        return owner, self._history.depth[node]

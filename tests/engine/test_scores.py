@@ -10,6 +10,7 @@ import pytest
 from pagedec import SamplingParams
 from pagedec.core.protocol import Verdict
 from pagedec.decoders import scoring
+from pagedec.decoders.scoring import ScoreParams
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
 
@@ -88,3 +89,19 @@ def test_branches_that_lost_their_blocks_find_one_that_waits_for_them(tiny: Tiny
     assert_nothing_left(llm)
     with tiny(num_blocks=1000).session(PROMPT, seed=3) as session:
         assert session.score(rows) == scores
+
+
+@pytest.mark.parametrize("num_rows", [16, 64])
+def test_a_prompt_of_scores_may_be_reported_too(tiny: Tiny, num_rows: int) -> None:
+    """In one step, and in pieces of which each is known when the next one comes."""
+    llm = tiny(max_num_batched_tokens=num_rows)
+    params = ScoreParams(continuations=((5, 6), (7, 8, 9)), max_tokens=3, logprobs=0, prompt_logprobs=0)
+    request = llm.engine.admit("scores", PROMPT, params)
+    llm.engine.add(request)
+    for _ in range(8):
+        llm.engine.step()
+    assert request.closed and request.reports is not None and len(request.reports.edges) == 5
+    [want] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    found = [None if one is None else one.logprob for one in request.reports.prompt]
+    pairs = zip(want.prompt_logprobs, PROMPT, strict=True)
+    assert found == [None if one is None else one[token].logprob for one, token in pairs]
