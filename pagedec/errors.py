@@ -44,6 +44,22 @@ def told(error: BaseException) -> str:
         return f"a {type(error).__name__} that cannot be shown"
 
 
+class OthersCode:
+    """A context for what is called of somebody else's. What is raised there beyond `Exception`, as `SystemExit` and
+    `CancelledError` are, is his, and would be taken for ours: it becomes a `RuntimeError`. `KeyboardInterrupt` passes.
+    `name`: what has raised it, in its message."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, (Exception, KeyboardInterrupt)):
+            raise RuntimeError(f"{self._name} has raised {told(error)}") from error
+
+
 def in_one_line(error: BaseException) -> str:
     """What an exception says, without its line breaks; its class where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__

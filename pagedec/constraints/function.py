@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pagedec.core.constraint import Allowed, Constraint
-from pagedec.errors import shown, told
+from pagedec.errors import OthersCode, shown
 
 AllowedTokensFn = Callable[[list[int]], Iterable[int] | None]
 """Given all tokens of a sequence, the prompt's too: the ids that may follow; None: any."""
+_FUNCTIONS_CODE = OthersCode("allowed_tokens_fn")
 
 
 class WholeText:
@@ -43,14 +44,10 @@ class WholeText:
         """What the function says, or the error that it raised."""
         if not self._is_known:
             try:
-                self._allowed = _checked(function([*self.tokens()]), vocab_size)
+                with _FUNCTIONS_CODE:
+                    self._allowed = _checked(function([*self.tokens()]), vocab_size)
             except Exception as error:
                 self._error = error
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # SystemExit, CancelledError: they are the function's, not the engine's
-                self._error = RuntimeError(f"allowed_tokens_fn has raised {told(error)}")
-                self._error.__cause__ = error
             self._is_known = True
         if self._error is not None:
             raise self._error

@@ -18,8 +18,8 @@ To be read in this order; each file needs those before it, and few behind it:
 6. a step is planned: `planning`, by `rows`, `pausing` (prompts beside answers), `overtaking` (beside one another),
    `drafting`, `reuse` and `trunk` (the prefix cache), `demand` (who is let in), `preemption`; `ahead` (before the
    answers of the one before)
-7. a step is carried in: `cached` (what tables hold then), `checks` (what decoders and devices say), `children` (a
-   gang's generation as arrays), `settling`, `common` (what a gang shares), `conclusion` (how requests end),
+7. a step is carried in: `cached` (what tables hold then), `check_values` and `checks` (what decoders say), `children`
+   (a gang's generation as arrays), `settling`, `common` (what a gang shares), `conclusion` (how requests end),
    `transition` (the only code that changes tables)
 8. `scheduler`: all of it together
 """

@@ -3,16 +3,22 @@ its own request's alone."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Real
 
+from pagedec.core.check_values import (
+    check_rank,
+    check_sampler,
+    check_score,
+    check_stream,
+    check_streams,
+    check_tokens,
+    check_whole,
+)
 from pagedec.core.draft import EMPTY, Draft, Roll
 from pagedec.core.history import History
 from pagedec.core.protocol import Ask, Best, Child, Decoder, Hypothesis, LogProbs, Query, RowBest, Sample, TopK, Verdict
 from pagedec.core.request import Branch, Request
-from pagedec.core.sampler import Sampler
-from pagedec.errors import InvalidArgument, Shown
+from pagedec.errors import InvalidArgument, OthersCode, Shown
 from pagedec.fields import MAX_INT32
 from pagedec.speculation import MOST_CANDIDATES
 
@@ -20,6 +26,8 @@ FEW = 4
 """Up to so many branches a list is searched as fast as a set is made."""
 REASONS = ("stop", "length")
 LANES = ("target",), ("target", "draft")
+DECODERS_CODE = OthersCode("it")
+"""What a decoder raises is its own."""
 MAX_BRANCHES = 16384
 """Most branches of one request: what forks without end must not take everybody's memory."""
 
@@ -31,10 +39,25 @@ def check_decoder(decoder: Decoder) -> None:
     for name in ("width", "initial_state"):
         if not hasattr(decoder, name):
             raise InvalidArgument(f"{type(decoder).__name__}.{name}", None, "must be set in __init__ or in the class")
-    _check_whole(f"{type(decoder).__name__}.width", decoder.width, 1, MAX_BRANCHES)
+    name = type(decoder).__name__
+    check_whole(f"{name}.width", decoder.width, 1, MAX_BRANCHES)
     if decoder.lanes not in LANES:
         limit = f"must be one of {', '.join(map(str, LANES))}"
-        raise InvalidArgument(f"{type(decoder).__name__}.lanes", decoder.lanes, limit)
+        raise InvalidArgument(f"{name}.lanes", decoder.lanes, limit)
+    for field in ("plain_sampler", "resting_sampler"):
+        if getattr(decoder, field) is not None:
+            check_sampler(f"{name}.{field}", getattr(decoder, field))
+    if not isinstance(decoder.grant_sizes, (list, tuple)):
+        raise InvalidArgument(f"{name}.grant_sizes", decoder.grant_sizes, "must be a list or a tuple of whole numbers")
+    for size in decoder.grant_sizes:
+        check_whole(f"{name}.grant_sizes", size, 1, MAX_INT32)
+    if has_streams(decoder):
+        check_streams(f"{name}.initial_state", decoder.initial_state)
+
+
+def has_streams(decoder: Decoder) -> bool:
+    """Whether its branches may be stepped without it, by what their states say."""
+    return decoder.plain_sampler is not None or decoder.resting_sampler is not None
 
 
 # ------------------------------------------------------------------------------------------------------------- queries
@@ -102,16 +125,16 @@ def _check_best(queries: Sequence[Query], decoder: Decoder) -> None:
 
 def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None:
     if isinstance(draft, Draft):
-        _check_tokens("draft.tokens", draft.tokens, vocab_size)
+        check_tokens("draft.tokens", draft.tokens, vocab_size)
     elif isinstance(draft, Roll):
-        _check_whole("draft.count", draft.count, 0, MAX_INT32)
+        check_whole("draft.count", draft.count, 0, MAX_INT32)
         if draft.widths and len(draft.widths) != draft.count:
             limit = f"must be one for each of {draft.count} places, or none"
             raise InvalidArgument("draft.widths", draft.widths, limit)
         for width in draft.widths:
-            _check_whole("draft.widths", width, 1, MOST_CANDIDATES)
-        _check_sampler("draft.sampler", draft.sampler)
-        _check_stream("draft.stream", draft.stream)
+            check_whole("draft.widths", width, 1, MOST_CANDIDATES)
+        check_sampler("draft.sampler", draft.sampler)
+        check_stream("draft.stream", draft.stream)
         if "draft" not in decoder.lanes:
             raise InvalidArgument("draft", draft, f"must be a Draft where the decoder's lanes are {decoder.lanes}")
     else:
@@ -130,19 +153,19 @@ def _check_rejection(roll: Roll, asks: Sequence[Ask]) -> None:
 def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
     """Nodes are those of the draft that was proposed: the scheduler may strip it, and answers what was run."""
     if isinstance(ask, Sample):
-        _check_sampler(".sampler", ask.sampler)
+        check_sampler(".sampler", ask.sampler)
         if not isinstance(ask.streams, (tuple, list)):
             raise InvalidArgument(".streams", ask.streams, "must be a tuple of whole numbers")
         if not ask.streams:
             raise InvalidArgument(".streams", ask.streams, "must name at least one stream")
         for stream in ask.streams:
-            _check_stream(".streams", stream)
+            check_stream(".streams", stream)
     elif isinstance(ask, TopK):
-        _check_whole(".k", ask.k, 1, vocab_size)
+        check_whole(".k", ask.k, 1, vocab_size)
     elif isinstance(ask, LogProbs):
         if len(ask.nodes) != len(ask.tokens):
             raise InvalidArgument(".tokens", ask.tokens, f"must be one for each of {len(ask.nodes)} nodes")
-        _check_tokens(".tokens", ask.tokens, vocab_size)
+        check_tokens(".tokens", ask.tokens, vocab_size)
     elif isinstance(ask, (Best, RowBest)):
         _check_ranked(ask)
     else:
@@ -150,45 +173,22 @@ def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
     if ask.nodes is not None:
         last = draft.num_nodes
         for node in ask.nodes:
-            _check_whole(".nodes", node, 0, last)
+            check_whole(".nodes", node, 0, last)
 
 
 def _check_ranked(ask: Best | RowBest) -> None:
-    _check_whole(".k", ask.k, 1, MAX_INT32)
+    check_whole(".k", ask.k, 1, MAX_INT32)
     if ask.sampler is not None:
-        _check_sampler(".sampler", ask.sampler)
-    _check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
+        check_sampler(".sampler", ask.sampler)
+    check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
     if isinstance(ask, Best):
-        _check_stream(".stream", ask.stream)
-        _check_whole(".group", ask.group, 0, MAX_INT32)
+        check_stream(".stream", ask.stream)
+        check_whole(".group", ask.group, 0, MAX_INT32)
         return
     if ask.sampler is not None and len(ask.streams) != len(ask.nodes):
         raise InvalidArgument(".streams", ask.streams, f"must be one for each of {len(ask.nodes)} nodes")
     for stream in ask.streams:
-        _check_stream(".streams", stream)
-
-
-def _check_sampler(field: str, sampler: Sampler) -> None:
-    if not isinstance(sampler, Sampler):
-        raise InvalidArgument(field, sampler, "must be a Sampler")
-
-
-def _check_stream(field: str, stream: object) -> None:
-    if not isinstance(stream, int):
-        raise InvalidArgument(field, stream, "must be a whole number: a stream is 64 bits")
-
-
-def _check_whole(field: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or not low <= value <= high:
-        raise InvalidArgument(field, value, f"must be a whole number from {low} to {high}")
-
-
-def _check_tokens(field: str, tokens: object, vocab_size: int) -> None:
-    if not isinstance(tokens, (tuple, list)):
-        raise InvalidArgument(field, tokens, "must be a tuple of token ids")
-    for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InvalidArgument(field, token, f"must be token ids, whole numbers from 0 to {vocab_size - 1}")
+        check_stream(".streams", stream)
 
 
 # ------------------------------------------------------------------------------------------------------------ verdicts
@@ -200,11 +200,12 @@ def check_verdict(
     vocab_size: int,
     decoder: Decoder | None = None,
     known: int = 0,
+    limit: int = MAX_INT32,
 ) -> None:
     """Find everything that can be wrong with a verdict before anything changes. Raises `InvalidArgument`.
 
     `evaluated`: the branches queried, with the draft that was run behind each. `decoder`: whose width a gang must keep
-    to. `known`: how many tokens were settled before.
+    to. `known`: how many tokens were settled before. `limit`: the longest sequence's.
     """
     if not isinstance(verdict, Verdict):
         raise InvalidArgument("verdict", verdict, "must be a Verdict")
@@ -222,13 +223,17 @@ def check_verdict(
             _check_child(history, alive, evaluated, child, vocab_size)
             if child.keep is not None and evaluated and decoder is not None:
                 _check_revision(history, child, decoder)
+            if child.state is not None and decoder is not None and has_streams(decoder):
+                check_streams(".state", child.state)
         except InvalidArgument as error:
             raise InvalidArgument(f"live[{i}]{error.field}", error.value, error.limit) from None
     for i, hypothesis in enumerate(verdict.done):
         try:
-            _check_hypothesis(history, hypothesis, vocab_size)
+            _check_hypothesis(history, hypothesis, vocab_size, limit)
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
+    if len({id(hypothesis) for hypothesis in verdict.done}) < len(verdict.done):
+        raise InvalidArgument("done", Shown(f"{len(verdict.done)} answers"), "must have each once")
     if verdict.settled is not None:
         heads = [_head(history, evaluated, child) for child in verdict.live]
         check_settled(history, verdict.settled, heads, decoder, known)
@@ -253,7 +258,7 @@ def check_settled(
     if decoder is not None and not decoder.gang:
         raise InvalidArgument("settled", settled, "must be None: the decoder is no gang")
     least = min((length + len(tokens) for _, length, tokens in heads), default=MAX_INT32)
-    _check_whole("settled", settled, 0, least)
+    check_whole("settled", settled, 0, least)
     if settled <= known:
         return
     if settled <= min((length for _, length, _ in heads), default=settled):
@@ -296,7 +301,7 @@ def _check_child(
         tip = parent.tip if isinstance(parent, Branch) else parent
         raise InvalidArgument(".parent", tip, "must be the tip of a branch that is alive")
     if child.tokens:
-        _check_tokens(".tokens", child.tokens, vocab_size)
+        check_tokens(".tokens", child.tokens, vocab_size)
     if child.keep is not None:
         length = history.depth[parent.tip]
         if child.path:
@@ -310,7 +315,7 @@ def _check_child(
         if draft is None or not inside or draft.path(child.path[-1]) != tuple(child.path):
             raise InvalidArgument(".path", child.path, "must be a way down the draft of this step's query")
     if child.score is not None:
-        _check_score(child.score)
+        check_score(child.score)
 
 
 def _check_revision(history: History, child: Child, decoder: Decoder) -> None:
@@ -358,27 +363,23 @@ def check_told(
             raise InvalidArgument("live", Shown(f"with a child of rank {rank}"), limit)
 
 
-def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int) -> None:
+def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int, limit: int) -> None:
     if not isinstance(hypothesis, Hypothesis):
         raise InvalidArgument("", hypothesis, "must be a Hypothesis")
-    _check_whole(".tip", hypothesis.tip, 1, len(history.token) - 1)
-    _check_tokens(".tokens", hypothesis.tokens, vocab_size)
+    check_whole(".tip", hypothesis.tip, 1, len(history.token) - 1)
+    check_tokens(".tokens", hypothesis.tokens, vocab_size)
+    if (length := history.depth[hypothesis.tip] + len(hypothesis.tokens)) > limit:
+        raise InvalidArgument("", Shown(f"{length} tokens long"), f"must be at most {limit}, with the prompt")
+    if not isinstance(hypothesis.ancestry, (tuple, list)):
+        raise InvalidArgument(".ancestry", hypothesis.ancestry, "must be a tuple of whole numbers")
+    for rank in hypothesis.ancestry:
+        check_whole(".ancestry", rank, 0, MAX_INT32)
     check_rank(".rank", hypothesis.rank)
-    _check_score(hypothesis.score)
+    check_score(hypothesis.score)
     if hypothesis.reason not in REASONS:
         raise InvalidArgument(".reason", hypothesis.reason, f"must be one of {', '.join(REASONS)}")
     if hypothesis.stop_token is not None:
-        _check_tokens(".stop_token", (hypothesis.stop_token,), vocab_size)
+        check_tokens(".stop_token", (hypothesis.stop_token,), vocab_size)
     if hypothesis.stop_string is not None and not isinstance(hypothesis.stop_string, str):
         raise InvalidArgument(".stop_string", hypothesis.stop_string, "must be text")
-    _check_whole(".excess_bytes", hypothesis.excess_bytes, 0, MAX_INT32)
-
-
-def _check_score(score: object) -> None:
-    if not isinstance(score, Real) or math.isnan(score):
-        raise InvalidArgument(".score", score, "must be a number")
-
-
-def check_rank(field: str, rank: object) -> None:
-    """Raise unless `rank` may order a request's answers."""
-    _check_whole(field, rank, 0, MAX_INT32)
+    check_whole(".excess_bytes", hypothesis.excess_bytes, 0, MAX_INT32)

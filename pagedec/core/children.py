@@ -74,7 +74,7 @@ def check_generation(
     history, decoder = request.history, request.decoder
     parents = [works[place].branch for place in children.parents.tolist()]
     if verdict.done:
-        check_verdict(history, request.branches, {}, Verdict(done=verdict.done), vocab_size)
+        check_verdict(history, request.branches, {}, Verdict(done=verdict.done), vocab_size, limit=request.limit)
     if len(children) > decoder.width:
         limit = f"branches must be at most the gang's declared width, {decoder.width}"
         raise InvalidArgument("children", len(children), limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagedec.core.checks import check_verdict
+from pagedec.core.checks import DECODERS_CODE, check_verdict
 from pagedec.core.protocol import Hypothesis, Verdict
 from pagedec.core.request import Ended, Failed, Request
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, told
@@ -13,14 +13,17 @@ def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
     stands. Raises `RequestError` for what the decoder does wrong; nothing has changed then."""
     decoder, branches = request.decoder, request.branches
     try:
-        answers = decoder.conclude(branches)
+        with DECODERS_CODE:
+            answers = decoder.conclude(branches)
         if answers is None:
             answers = [
                 Hypothesis(branch.tip, (), decoder.rank(branch.state), branch.score, "length") for branch in branches
             ]
         if not isinstance(answers, (list, tuple)):
             raise InvalidArgument("conclude", answers, "must return a list or a tuple of hypotheses, or None")
-        check_verdict(request.history, branches, {}, Verdict(done=tuple(answers)), vocab_size, decoder)
+        check_verdict(
+            request.history, branches, {}, Verdict(done=tuple(answers)), vocab_size, decoder, 0, request.limit
+        )
     except PagedecError as error:
         raise RequestError(request.id, f"its decoder cannot conclude: {error}") from error
     except Exception as error:
@@ -31,7 +34,8 @@ def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
 def ending(request: Request) -> Ended | Failed:
     """Let the decoder of a request that is over leave something to later ones; what is to be told of the request."""
     try:
-        request.decoder.ended(request.done)
+        with DECODERS_CODE:
+            request.decoder.ended(request.done)
     except Exception as error:
         if request.home is not None:
             request.home.end()

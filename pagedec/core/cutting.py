@@ -10,6 +10,7 @@ import numpy as np
 
 from pagedec.core.constraint import Forbidden, cut_within
 from pagedec.core.stopping import COUNT, NO_STOPPING, Cut
+from pagedec.errors import RequestError, told
 
 if TYPE_CHECKING:
     from pagedec.core.protocol import DecoderContext
@@ -32,6 +33,22 @@ def cut_drawn(
     if constraint is not None:
         raise Forbidden(None, (stop_state & COUNT) + num)
     return replace(cut, reason="length", is_stranded=True), after
+
+
+def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
+    """As `cut_drawn`. Raises `RequestError` for tokens that the constraint does not allow."""
+    try:
+        return cut_drawn(request, tip, stop_state, state, tokens, room)
+    except Exception as error:
+        if request.constraint is None:
+            raise
+        problem = str(error) if isinstance(error, Forbidden) else told(error)
+        raise RequestError(request.id, problem) from cause_of(error)
+
+
+def cause_of(error: Exception) -> Exception | None:
+    """What somebody has to look for: not that a request forbids what it asks for."""
+    return None if isinstance(error, Forbidden) else error
 
 
 def closing(own: DecoderContext, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:

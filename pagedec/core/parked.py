@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pagedec.core.block import BlockPool
@@ -175,9 +176,11 @@ class Call:
         """The request is over: let go of all answers but those that are kept, which are returned in the order asked
         for."""
         self.parked.call = None
-        held = {id(hypothesis): parked for hypothesis, parked in self.answers}
-        found = [held.pop(id(hypothesis)) for hypothesis in kept]
-        for parked in held.values():
+        held: dict[int, list[Parked]] = {}
+        for hypothesis, parked in self.answers:
+            held.setdefault(id(hypothesis), []).append(parked)
+        found = [held[id(hypothesis)].pop() for hypothesis in kept]
+        for parked in chain.from_iterable(held.values()):
             self._parking.remove(parked)
         self.answers = []
         return found

@@ -10,7 +10,7 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pagedec.core.adapter_places import AdapterPlaces
-from pagedec.core.checks import check_queries
+from pagedec.core.checks import DECODERS_CODE, check_queries
 from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand, Forecast
 from pagedec.core.draft import EMPTY
@@ -384,7 +384,8 @@ class Planner:
 def propose(request: Request, room: int, vocab_size: int) -> list[Query]:
     """What a request's decoder asks; its mistakes are the request's, by name."""
     try:
-        queries = request.decoder.propose(request.branches, room)
+        with DECODERS_CODE:
+            queries = request.decoder.propose(request.branches, room)
         check_queries(queries, request.branches, request.decoder, vocab_size)
     except PagedecError as error:
         raise RequestError(request.id, f"its decoder cannot propose: {error}") from error

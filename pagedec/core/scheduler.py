@@ -149,7 +149,8 @@ class Scheduler:
         """
         self._require_between_steps("edit")
         request = self.get(request_id)
-        check_verdict(request.history, request.branches, {}, verdict, self.limits.vocab_size, request.decoder)
+        own, size = request.decoder, self.limits.vocab_size
+        check_verdict(request.history, request.branches, {}, verdict, size, own, limit=request.limit)
         for i, child in enumerate(verdict.live):
             length = request.history.depth[child.parent.tip] if child.keep is None else child.keep
             if length + len(child.tokens) > request.limit:

@@ -8,11 +8,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from pagedec.core.cached import note_cached, offer
-from pagedec.core.checks import check_rank, check_told, check_verdict
+from pagedec.core.check_values import check_rank
+from pagedec.core.checks import DECODERS_CODE, check_told, check_verdict
 from pagedec.core.children import Descent, as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
 from pagedec.core.constraint import Forbidden
-from pagedec.core.cutting import cut_drawn
+from pagedec.core.cutting import cause_of, feed
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
@@ -164,7 +165,7 @@ class Settler:
         except RequestError:
             raise
         except Exception as error:
-            raise RequestError(request.id, _mistake(error)) from _foreign(error)
+            raise RequestError(request.id, _mistake(error)) from cause_of(error)
         if isinstance(outcome, Descent):
             request.hold(verdict.done)
             request.branches = descend(request.history, request.branches, *outcome)
@@ -177,7 +178,8 @@ class Settler:
         self, request: Request, works: Sequence[Work], queries: Sequence[Query], answers: Sequence[Answer]
     ) -> tuple[Verdict, Descent | Generation]:
         """What the decoder says, and what follows of it. Changes nothing but reports."""
-        verdict = request.decoder.advance(queries, answers)
+        with DECODERS_CODE:
+            verdict = request.decoder.advance(queries, answers)
         if isinstance(verdict, Verdict) and verdict.children is not None:
             children = check_children(verdict, queries, request, self._vocab_size)
             if is_plain(request, works):
@@ -187,7 +189,9 @@ class Settler:
                 return verdict, descent
             verdict = as_objects(verdict, children, queries)
         history, known, evaluated = request.history, request.settled_length, _drafts_of(queries, answers)
-        check_verdict(history, request.branches, evaluated, verdict, self._vocab_size, request.decoder, known)
+        check_verdict(
+            history, request.branches, evaluated, verdict, self._vocab_size, request.decoder, known, request.limit
+        )
         if self._recorder is not None:
             self._recorder.record_paths(works, answers, verdict)
             self._recorder.record_best(works, verdict, [answer.draft for answer in answers])
@@ -337,27 +341,11 @@ class Generation(NamedTuple):
     progress: list[Event]
 
 
-def _foreign(error: Exception) -> Exception | None:
-    """What somebody has to look for: not that a request forbids what it asks for."""
-    return None if isinstance(error, Forbidden) else error
-
-
 def _mistake(error: Exception) -> str:
     """A decoder's, in words."""
     if isinstance(error, Forbidden):  # of `DecoderContext.ending`
         return str(error)
     return f"its decoder cannot advance: {error if isinstance(error, PagedecError) else told(error)}"
-
-
-def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
-    """As `cut_drawn`. Raises `RequestError` for tokens that the constraint does not allow."""
-    try:
-        return cut_drawn(request, tip, stop_state, state, tokens, room)
-    except Exception as error:
-        if request.constraint is None:
-            raise
-        problem = str(error) if isinstance(error, Forbidden) else told(error)
-        raise RequestError(request.id, problem) from _foreign(error)
 
 
 def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:

@@ -3,6 +3,7 @@ their bits."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -94,9 +95,19 @@ def boom(*_: Any) -> Any:
     raise ZeroDivisionError("its own fault")
 
 
+def leave(*_: Any) -> Any:
+    raise SystemExit(3)
+
+
+def cancel(*_: Any) -> Any:
+    raise asyncio.CancelledError
+
+
 TWO = Draft.chain((1, 2))
 QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
     "raises": (boom, "ZeroDivisionError"),
+    "leaves": (leave, r"it has raised SystemExit\(3\)"),
+    "is cancelled": (cancel, r"it has raised CancelledError\(\)"),
     "no list": (lambda _: 5, r"queries is 5: must be a list or a tuple"),
     "no query": (lambda _: ["x"], r"queries\[0\] is 'x': must be a Query"),
     "twice": (lambda queries: [*queries, *queries], r"queries\[2\].branch.*at most once"),
@@ -137,6 +148,8 @@ QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
 }  # fmt: skip
 VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
     "raises": (boom, "ZeroDivisionError"),
+    "leaves": (leave, r"it has raised SystemExit\(3\)"),
+    "is cancelled": (cancel, r"it has raised CancelledError\(\)"),
     "nothing": (lambda _: None, "verdict is None: must be a Verdict"),
     "token -1": (saying(tokens=(-1,)), r"live\[0\].tokens is -1"),
     "an unknown token": (saying(tokens=(1, VOCABULARY)), rf"live\[0\].tokens is {VOCABULARY}"),
@@ -152,6 +165,14 @@ VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
         lambda verdict: Verdict((Child(Branch(1, {}, (0,), 0, 1), (1,)),)), r"live\[0\].parent is 1",
     ),
     "drops a stranger": (lambda verdict: Verdict(drop=(Branch(1, {}, (0,), 0, 1),)), "drop is 1"),
+    "done twice": (
+        lambda verdict: Verdict(done=(Hypothesis(verdict.live[0].parent.tip),) * 2), "done is 2 answers: must",
+    ),
+    "done with an ancestry that is none": (done(ancestry=5), r"done\[0\].ancestry is 5: must be a tuple"),
+    "done behind no branch": (done(ancestry=("x",)), r"done\[0\].ancestry is 'x'"),
+    "done with more than it may have": (
+        done(tokens=(1,) * 7), r"done\[0\] is 16 tokens long: must be at most 15, with the prompt",
+    ),
     "done nowhere": (done(tip=10**6), r"done\[0\].tip is 1000000"),
     "done before the first token": (done(tip=0), r"done\[0\].tip is 0"),
     "done with an unknown token": (done(tokens=(VOCABULARY,)), r"done\[0\].tokens"),
@@ -262,6 +283,12 @@ def test_a_wrong_rank(rank: Any, message: str) -> None:
         ({"width": 0}, "Made.width is 0"),
         ({"width": 2**31}, "Made.width is 2147483648"),
         ({"lanes": ("draft",)}, r"Made.lanes is \('draft',\): must be one of \('target',\), \('target', 'draft'\)"),
+        ({"plain_sampler": "x"}, "Made.plain_sampler is 'x': must be a Sampler"),
+        ({"resting_sampler": 5}, "Made.resting_sampler is 5: must be a Sampler"),
+        ({"grant_sizes": 5}, "Made.grant_sizes is 5: must be a list or a tuple of whole numbers"),
+        ({"grant_sizes": (4, 0)}, "Made.grant_sizes is 0: must be a whole number from 1"),
+        ({"plain_sampler": Sampler(), "initial_state": 0}, "Made.initial_state is 0: must be a tuple of streams"),
+        ({"resting_sampler": Sampler(), "initial_state": ("x",)}, "Made.initial_state is 'x': must be a whole number"),
         ({"initial_state": None}, "Made.initial_state is None: must be set in __init__ or in the class"),
     ],
 )
@@ -270,9 +297,10 @@ def test_a_decoder_that_does_not_say_what_is_read_of_it(change: dict[str, Any], 
 
     def make(context: DecoderContext) -> Any:
         made = Sampling(SamplingParams(), context)
-        spoilt = type("Made", (), {name: getattr(made, name) for name in ("lanes", "gang", "width", "initial_state")})
+        known = ("lanes", "gang", "width", "initial_state", "plain_sampler", "resting_sampler", "grant_sizes")
+        spoilt = type("Made", (), {name: getattr(made, name) for name in known})
         for name, value in change.items():
-            if name == "initial_state":
+            if value is None and name == "initial_state":
                 delattr(spoilt, name)
             else:
                 setattr(spoilt, name, value)
@@ -282,6 +310,25 @@ def test_a_decoder_that_does_not_say_what_is_read_of_it(change: dict[str, Any], 
     with pytest.raises(InvalidArgument, match=message):
         engine.scheduler.admit("bad", make, PROMPT, Stopping(max_tokens=9))
     engine.check_whole()
+
+
+def test_a_state_that_is_no_streams() -> None:
+    """Of one that is stepped by its sampler, without being asked, from the next step on."""
+    made = type("Made", (Wrong,), {"change_verdict": staticmethod(saying(state=7)), "plain_sampler": Sampler()})
+    engine = FakeEngine(World(0).models, limits(60))
+    engine.scheduler.add(
+        engine.scheduler.admit("bad", lambda context: with_sampler(made, context), PROMPT, Stopping(max_tokens=9))
+    )
+    engine.run()
+    assert "live[0].state is 7: must be a tuple of streams" in str(engine.failed["bad"])
+    engine.check_whole()
+
+
+def with_sampler(kind: Any, context: DecoderContext) -> Any:
+    """Asked in its first step alone, in which its branch has two streams."""
+    decoder = kind(SamplingParams(n=2, seed=5), context)
+    decoder.plain_sampler, decoder._is_time = decoder.sampler, lambda _: True
+    return decoder
 
 
 def test_a_decoder_that_is_half_written() -> None:
