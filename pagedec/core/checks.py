@@ -374,6 +374,8 @@ def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int,
         raise InvalidArgument(".ancestry", hypothesis.ancestry, "must be a tuple of whole numbers")
     for rank in hypothesis.ancestry:
         check_whole(".ancestry", rank, 0, MAX_INT32)
+    if hypothesis.prompt_length is not None:
+        check_whole(".prompt_length", hypothesis.prompt_length, 0, limit)
     check_rank(".rank", hypothesis.rank)
     check_score(hypothesis.score)
     if hypothesis.reason not in REASONS:

@@ -17,7 +17,15 @@ def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
             answers = decoder.conclude(branches)
         if answers is None:
             answers = [
-                Hypothesis(branch.tip, (), decoder.rank(branch.state), branch.score, "length") for branch in branches
+                Hypothesis(
+                    branch.tip,
+                    (),
+                    decoder.rank(branch.state),
+                    branch.score,
+                    "length",
+                    prompt_length=branch.prompt_length,
+                )  # fmt: skip
+                for branch in branches
             ]
         if not isinstance(answers, (list, tuple)):
             raise InvalidArgument("conclude", answers, "must return a list or a tuple of hypotheses, or None")

@@ -314,7 +314,7 @@ def answer_reports(request: Request, hypothesis: Hypothesis) -> list[TokenLogpro
     if request.reports is None or request.reports.reporting.num_logprobs is None:
         return None
     history = request.history
-    start = history.ancestor(hypothesis.tip, min(request.prompt_length, history.depth[hypothesis.tip]))
+    start = history.ancestor(hypothesis.tip, min(request.num_given(hypothesis), history.depth[hypothesis.tip]))
     return reported(history, request.reports, start, request.output(hypothesis))
 
 

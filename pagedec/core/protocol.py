@@ -194,12 +194,14 @@ class Hypothesis:
     ancestry: tuple[int, ...] = ()
     """Of a gang's: which branch of its generation, by place, each generated token was chosen behind."""
     is_stranded: bool = False
+    prompt_length: int | None = None
+    """Tokens of it that were not generated; None: the request's prompt. Fewer of one that was rolled back into that."""
 
     @staticmethod
-    def ended(tip: int, cut: Cut, rank: int = 0, score: float = 0.0) -> Hypothesis:
+    def ended(tip: int, cut: Cut, rank: int = 0, score: float = 0.0, prompt_length: int | None = None) -> Hypothesis:
         """The answer that ends behind `tip` as `cut` says."""
-        reason, ended_by = cut.reason or "stop", (cut.stop_token, cut.stop_string, cut.excess_bytes)
-        return Hypothesis(tip, cut.tokens, rank, score, reason, *ended_by, is_stranded=cut.is_stranded)
+        reason, by = cut.reason or "stop", (cut.stop_token, cut.stop_string, cut.excess_bytes)
+        return Hypothesis(tip, cut.tokens, rank, score, reason, *by, (), cut.is_stranded, prompt_length)
 
 
 @dataclass(frozen=True, slots=True)

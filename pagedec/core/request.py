@@ -171,9 +171,12 @@ class Request:
 
     def output(self, hypothesis: Hypothesis) -> list[int]:
         """The generated tokens of a finished answer."""
-        length = self.history.depth[hypothesis.tip]
-        count = max(0, length - self.prompt_length)
+        count = max(0, self.history.depth[hypothesis.tip] - self.num_given(hypothesis))
         return [*self.history.suffix(hypothesis.tip, count), *hypothesis.tokens]
+
+    def num_given(self, hypothesis: Hypothesis) -> int:
+        """Tokens of a finished answer that were not generated."""
+        return self.prompt_length if hypothesis.prompt_length is None else hypothesis.prompt_length
 
 
 class Progress(NamedTuple):

@@ -145,7 +145,7 @@ class Settler:
                     branch.stop_state = state_of(state, token)
                     continue
                 cut = Cut(state, (token,), reason, token if reason == "stop" else None)
-            over[branch] = Hypothesis.ended(tip, cut, rank, branch.score)
+            over[branch] = Hypothesis.ended(tip, cut, rank, branch.score, branch.prompt_length)
         if over:
             for branch in over:
                 branch.awaits = GONE
@@ -316,7 +316,8 @@ class Settler:
                 limit = f"must be in done: it has ended with {shown(cut.tokens)}, and a gang ends its branches itself"
                 raise InvalidArgument("live", f"a child of rank {rank}", limit)
             score = parent.score if child.score is None else child.score
-            out.finished.append(Hypothesis.ended(at, cut, rank, score))
+            prompt_length = min(parent.prompt_length, length)
+            out.finished.append(Hypothesis.ended(at, cut, rank, score, prompt_length))
             cut_off.append(parent)
         if tells and not given:
             check_told(request, evaluated.keys(), verdict, ranks, out.finished)
@@ -328,8 +329,7 @@ class Settler:
     def _finish(self, request: Request, hypothesis: Hypothesis) -> None:
         request.done.append(hypothesis)
         self._events.append(Finished(request, hypothesis))
-        length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens) - request.prompt_length
-        self._demand.note(max(0, length), hypothesis.reason == "stop")
+        self._demand.note(len(request.output(hypothesis)), hypothesis.reason == "stop")
 
 
 class Generation(NamedTuple):

@@ -67,7 +67,9 @@ class Sampling(Decoder):
     def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis]:
         """One answer for each stream, those of a branch that was not evaluated yet without tokens."""
         return [
-            Hypothesis(branch.tip, (), stream, branch.score, "length") for branch in branches for stream in branch.state
+            Hypothesis(branch.tip, (), stream, branch.score, "length", prompt_length=branch.prompt_length)
+            for branch in branches
+            for stream in branch.state
         ]
 
     def rank(self, state: State) -> int:

@@ -354,4 +354,5 @@ def test_11_a_lost_device_costs_a_recompute() -> None:
 def test_11_hypotheses_hold_no_block() -> None:
     """A finished answer is a tip, and numbers and texts."""
     ending = {"reason", "stop_token", "stop_string", "excess_bytes", "is_stranded"}
-    assert set(Hypothesis.__slots__) == {"tip", "tokens", "rank", "score", "ancestry", *ending}
+    numbers = {"tip", "tokens", "rank", "score", "ancestry", "prompt_length"}
+    assert set(Hypothesis.__slots__) == numbers | ending
