@@ -47,11 +47,12 @@ class GrammarState:
     """What may follow a text: a matcher of its own, made of its parent's when it is first needed and never moved after
     that."""
 
-    __slots__ = ("_matcher", "_parent", "_token", "_words")
+    __slots__ = ("_forced", "_matcher", "_parent", "_token", "_words")
 
     def __init__(self, matcher: Any = None, parent: GrammarState | None = None, token: int = -1) -> None:
         self._matcher, self._parent, self._token = matcher, parent, token
         self._words: np.ndarray | None = None
+        self._forced: Sequence[int] | None = None
 
     def matcher(self) -> Any:
         """Nobody moves it. Raises ValueError where a token on the way here is not in the grammar."""
@@ -78,6 +79,12 @@ class GrammarState:
             words.flags.writeable = False
             self._words = words
         return self._words
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that follow in any case. A planner, a decoder and what weighs drafts ask for them in one step."""
+        if self._forced is None:
+            self._forced = self.matcher().compute_ff_tokens()
+        return self._forced
 
 
 def _problem(matcher: Any) -> str:
@@ -130,7 +137,7 @@ class GrammarConstraint(Constraint):
 
     def forced(self, state: GrammarState, most: int) -> Sequence[int]:
         with self._measured():
-            found = state.matcher().compute_ff_tokens()[:most]
+            found = state.forced()[:most]
         out: list[int] = []
         for token in found:
             if token >= self._vocab_size:

@@ -6,7 +6,7 @@ This is the protocol only. Tries, grammars and callables are in `pagedec.constra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -75,6 +75,12 @@ def permits(allowed: Allowed, token: int) -> bool:
     if allowed.dtype == np.uint32:
         return token >> 5 < len(allowed) and bool(int(allowed[token >> 5]) >> (token & 31) & 1)
     return bool((allowed == token).any())
+
+
+def closes(constraint: Constraint, stops: Collection[int], state: Any, token: int) -> bool:
+    """Whether a branch ends with a token that its constraint allows, whatever its stops say: with one of `stops`, where
+    nothing else was left, or because nothing may follow."""
+    return token in stops or constraint.is_over(constraint.next(state, token))
 
 
 def cut_within(

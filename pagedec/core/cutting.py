@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedec.core.constraint import Forbidden, cut_within
+from pagedec.core.constraint import Forbidden, closes, cut_within
 from pagedec.core.stopping import COUNT, NO_STOPPING, Cut
 from pagedec.errors import RequestError, told
 
@@ -60,7 +60,7 @@ def closing(own: DecoderContext, branches: Sequence[Branch], places: np.ndarray,
     if constraint is None:
         return found
     for i, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
-        found[i] = token in stops or constraint.is_over(constraint.next(branches[place].constraint_state, token))
+        found[i] = closes(constraint, stops, branches[place].constraint_state, token)
     return found
 
 

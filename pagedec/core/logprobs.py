@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pagedec.core.constraint import closes
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, LaneForward
 from pagedec.core.history import History
@@ -114,9 +115,7 @@ class _Stand(NamedTuple):
         constraint = request.constraint
         if request.stopping.cut(self.stop_state, (token,)).reason is not None:
             return True
-        if constraint is None:
-            return False
-        return token in request.stopping.stops or constraint.is_over(constraint.next(self.constraint_state, token))
+        return constraint is not None and closes(constraint, request.stopping.stops, self.constraint_state, token)
 
 
 _Top = tuple[tuple[int, ...], tuple[float, ...]]
