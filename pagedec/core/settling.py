@@ -161,7 +161,7 @@ class Settler:
     def _advance(self, request: Request, works: Sequence[Work]) -> None:
         queries, answers = self._answer_all(request, works)
         try:
-            verdict, outcome = self._judged(request, works, queries, answers)
+            verdict, outcome, evaluated = self._judged(request, works, queries, answers)
         except RequestError:
             raise
         except Exception as error:
@@ -172,12 +172,13 @@ class Settler:
             self._finish_generation(request, verdict, ())
         else:
             note_drafts(request, queries, answers, verdict)
-            self._apply(request, _drafts_of(queries, answers), verdict, outcome)
+            self._apply(request, evaluated, verdict, outcome)
 
     def _judged(
         self, request: Request, works: Sequence[Work], queries: Sequence[Query], answers: Sequence[Answer]
-    ) -> tuple[Verdict, Descent | Generation]:
-        """What the decoder says, and what follows of it. Changes nothing but reports."""
+    ) -> tuple[Verdict, Descent | Generation, dict[Branch, Draft]]:
+        """What the decoder says, what follows of it, and the draft that was run behind each branch. Changes nothing but
+        reports."""
         with DECODERS_CODE:
             verdict = request.decoder.advance(queries, answers)
         if isinstance(verdict, Verdict) and verdict.children is not None:
@@ -186,7 +187,7 @@ class Settler:
                 descent = check_generation(request, works, verdict, children, self._vocab_size)
                 if self._recorder is not None:
                     self._recorder.record_best(works, verdict)
-                return verdict, descent
+                return verdict, descent, {}
             verdict = as_objects(verdict, children, queries)
         history, known, evaluated = request.history, request.settled_length, _drafts_of(queries, answers)
         check_verdict(
@@ -195,7 +196,7 @@ class Settler:
         if self._recorder is not None:
             self._recorder.record_paths(works, answers, verdict)
             self._recorder.record_best(works, verdict, [answer.draft for answer in answers])
-        return verdict, self._generation(request, evaluated, verdict, ranks_of(request, verdict))
+        return verdict, self._generation(request, evaluated, verdict, ranks_of(request, verdict)), evaluated
 
     def _answer_all(self, request: Request, works: Sequence[Work]) -> tuple[list[Query], list[Answer]]:
         queries, answers = [], []
