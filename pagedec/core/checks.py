@@ -218,12 +218,13 @@ def check_verdict(
         if strangers:
             raise InvalidArgument("drop", strangers, "of the branches dropped are not alive")
         alive = set(live) - set(verdict.drop)
+    of_streams = decoder is not None and has_streams(decoder)
     for i, child in enumerate(verdict.live):
         try:
             _check_child(history, alive, evaluated, child, vocab_size)
             if child.keep is not None and evaluated and decoder is not None:
                 _check_revision(history, child, decoder)
-            if child.state is not None and decoder is not None and has_streams(decoder):
+            if child.state is not None and of_streams:
                 check_streams(".state", child.state)
         except InvalidArgument as error:
             raise InvalidArgument(f"live[{i}]{error.field}", error.value, error.limit) from None
