@@ -12,6 +12,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -178,6 +179,51 @@ def beams(history: int, width: int, repeats: int) -> None:
     show(f"plan + settle, a search of {width} beams at {history} tokens", timed(scheduler, ranked, repeats))
 
 
+def coming_back(length: int, num_answers: int, repeats: int) -> None:
+    """The plan of the step in which a request of several answers comes back: it has given way, and the prefix cache
+    still has its prompt."""
+    limits = replace(limits_of(length // BLOCK + 80 * num_answers), max_blocks_per_table=length // BLOCK + 80)
+    scheduler, seconds = Scheduler(limits), list[float]()
+    rng = np.random.default_rng(0)
+    make = functools.partial(make_decoder, SamplingParams(seed=1, n=num_answers))
+    prompt = rng.integers(10, VOCABULARY, length).tolist()
+    scheduler.add(scheduler.admit("many", make, prompt, Stopping(max_tokens=1000)))
+
+    def step() -> float:
+        began = time.perf_counter()
+        plan = scheduler.plan()
+        planned = time.perf_counter()
+        scheduler.settle(plan, answers(plan, rng))
+        return planned - began
+
+    while len(scheduler.get("many").branches) < num_answers:
+        step()
+    for _ in range(repeats):
+        for _ in range(BLOCK // 4):
+            step()
+        scheduler.preempt("many")
+        seconds.append(step())
+    show(f"plan, {num_answers} answers behind {length} tokens come back", seconds)
+
+
+def waiting(num_waiting: int, repeats: int) -> None:
+    """The plan of a step of a long prompt's, in front of others that are as long."""
+    scheduler, rng = Scheduler(limits_of(40000)), np.random.default_rng(0)
+    for i in range(1 + num_waiting):
+        make = functools.partial(make_decoder, SamplingParams(seed=i))
+        scheduler.add(
+            scheduler.admit(str(i), make, rng.integers(10, VOCABULARY, 8000).tolist(), Stopping(max_tokens=9))
+        )
+    scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=512)
+    seconds = list[float]()
+    for _ in range(repeats):
+        began = time.perf_counter()
+        plan = scheduler.plan()
+        seconds.append(time.perf_counter() - began)
+        scheduler.settle(plan, answers(plan, rng))
+    show(f"plan, a prompt of 8000 tokens, {num_waiting} behind it", seconds)
+
+
 def repeat(step: Callable[[], None], seconds: list[float], repeats: int) -> None:
     """Warm up over a whole block, then measure without the garbage collector's pauses."""
     for _ in range(BLOCK):
@@ -205,6 +251,10 @@ def main() -> None:
     for history in (100, 1000):
         for width in (4, 16, 64):
             beams(history, width, 4 * repeats)
+    for length in (8000, 32000):
+        coming_back(length, 64, repeats)
+    for num_waiting in (0, 1000):
+        waiting(num_waiting, repeats)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pagedec.core.request import LAST, Request
 SHARE = 4
 """One in so many of the rows that a step has for prompts is kept for short ones, as far as there are any: so a long one
 takes at most a third longer, however many pass it."""
-MOST_LOOKED_AT = 128
+MOST_LOOKED_AT = 64
 """Requests, in the order in which they run, among which short ones are looked for: a queue may have thousands."""
 NOTHING = 0, 0
 """Rows that are kept for nobody, and those of prompts among them."""
