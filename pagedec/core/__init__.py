@@ -15,9 +15,9 @@ To be read in this order; each file needs those before it, and few behind it:
    whom), `layout`, `rolling`, `marks` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what
    comes back)
 5. what pays: `costs` (of a step), `odds` (of drafts), `granting` (whose rows), `standing` (who is asked), `weighing`
-6. a step is planned: `planning`, by `rows`, `pausing` (prompts beside answers), `overtaking` (beside one another),
-   `drafting`, `reuse` and `trunk` (the prefix cache), `demand` (who is let in), `preemption`; `ahead` (before the
-   answers of the one before)
+6. a step is planned: `planning`, by `proposing` (decoders), `rows`, `pausing` (prompts beside answers), `overtaking`
+   (beside one another), `drafting`, `reuse` and `trunk` (the prefix cache), `demand` (who is let in), `preemption`;
+   `ahead` (before the answers of the one before)
 7. a step is carried in: `cached` (what tables hold then), `check_values` and `checks` (what decoders say), `children`
    (a gang's generation as arrays), `settling`, `common` (what a gang shares), `conclusion` (how requests end),
    `transition` (the only code that changes tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -65,6 +65,10 @@ class AdapterPlaces:
     def has_room(self, adapter: int) -> bool:
         """Whether an adapter has a place in the step that is planned, or would find one."""
         return adapter in self._places or bool(self._free) or self._oldest() > 0
+
+    def have_room(self, adapters: Collection[int]) -> bool:
+        """The same of several, beside those that the step has rows of by now."""
+        return len(self._needed.union(adapters)) <= self._num_places
 
     def place_for(self, adapter: int) -> int:
         """The place that an adapter, for which there is room, has or would take. Changes nothing."""

@@ -104,16 +104,18 @@ class Forecast:
             self._used += _missing(request, pool.block_size)
         self._blocks += self._change(rows)
 
-    def admits(self, request: Request, num_found: int) -> bool:
-        """Whether `request` fits, too; it is then counted. `num_found`: blocks of it that others hold already."""
+    def admits(self, request: Request, num_found: int, counts: bool = True) -> bool:
+        """Whether `request` fits, too; it is then counted, if it `counts`. `num_found`: blocks of it that others hold
+        already."""
         size = self._pool.block_size
         needed = max(0, _missing(request, size) - num_found)
         blocks = self._blocks + self._change(_rows(request, size))
         room = self._pool.num_blocks * (1 - MARGIN)
         if self._used + needed > self._pool.num_blocks or self._used + needed + blocks.max() > room:
             return False
-        self._used += needed
-        self._blocks = blocks
+        if counts:
+            self._used += needed
+            self._blocks = blocks
         return True
 
     def _change(self, rows: list[tuple[int, int, int]]) -> np.ndarray:

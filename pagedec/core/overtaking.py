@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
-from pagedec.core.request import LAST, Request
+from pagedec.core.adapter_places import AdapterPlaces
+from pagedec.core.request import LAST, Request, order_of
 
 SHARE = 4
 """One in so many of the rows that a step has for prompts is kept for short ones, as far as there are any: so a long one
@@ -24,34 +25,43 @@ class Overtaking:
     or passed it before. What counts is what is to be evaluated, whatever its name: a long prompt's last tokens are
     short, and a session's next call is.
 
-    `requests`: all, in order; `may_run`: whether one can have rows in this step; `refused`: who waits outside, with
-    those behind him; `num_rows`: of the step, for prompts.
+    `long`: the first one that leaves rows; `requests`: all, in order. `may_run`: whether one can have rows in the step;
+    `comes_in`: whether one that waits outside would be let in. `num_rows`: of the step, for prompts; `num_seqs`: how
+    many more than the long one may have some.
     """
 
-    __slots__ = ("_caching", "_orders", "_prompts", "_rows")
+    __slots__ = ("_orders", "_prompts", "_rows")
 
     def __init__(
         self,
+        long: Request,
         requests: Sequence[Request],
         may_run: Callable[[Request], bool],
-        refused: Request | None,
+        comes_in: Callable[[Request], bool],
+        places: AdapterPlaces,
         num_rows: int,
-        caching: bool,
+        num_seqs: int,
     ) -> None:
         self._orders: list[tuple[int, float]] = []
-        self._caching = caching
-        most, counts, are_refused, is_behind = num_rows // SHARE, list[tuple[int, int]](), False, False
-        for request in islice(requests, MOST_LOOKED_AT):
-            are_refused |= request is refused
-            if not may_run(request) or (are_refused and not request.started):
+        most, counts, adapters = num_rows // SHARE, list[tuple[int, int]](), {long.adapter} - {0}
+        is_open: bool | None = None
+        first = bisect_right(requests, long.order, key=order_of)
+        for request in islice(requests, first, first + MOST_LOOKED_AT):
+            if not most or len(counts) >= num_seqs:
+                break
+            if not may_run(request):
                 continue
+            if not request.started:  # where the first of them does not come in, none does
+                is_open = comes_in(request) if is_open is None else is_open
+                if not is_open:
+                    continue
             lacking = self._lacking(request, most)
-            if lacking > most:
-                is_behind = True
-            elif lacking and is_behind:
-                self._orders.append(request.order)
-                counts.append((lacking, lacking if lacking > len(request.branches) else 0))
-                most -= lacking
+            if not 0 < lacking <= most or (request.adapter and not places.have_room(adapters | {request.adapter})):
+                continue
+            adapters |= {request.adapter} - {0}
+            self._orders.append(request.order)
+            counts.append((lacking, lacking if lacking > len(request.branches) else 0))
+            most -= lacking
         self._rows, self._prompts = ([0, *accumulate(column)] for column in zip(*counts or [(0, 0)], strict=True))
 
     def kept(self, request: Request) -> tuple[int, int]:
@@ -79,8 +89,11 @@ class Overtaking:
         table, length = branch.table, history.depth[branch.tip]
         own = None if request.home is None else request.home.parked.tables.get(table.pool.lane)
         held, size = 0 if own is None else own.num_valid(branch.prompt_length), table.pool.block_size
-        if self._caching and held < length - most and request.scored_from is None:
-            end = -(-(length - most) // size) * size  # the first block's end that leaves no more than `most`
-            while end < length and history.block_key(branch.tip, end) in table.pool.block_of:
-                held, end = end, end + size
+        if held < length - most and request.scored_from is None:
+            end, found = -(-(length - most) // size) * size, table.pool.block_of  # it leaves no more than `most`
+            # A block is there with those before it, so whoever is strange is found out without reading all of him.
+            looked_at = [size << i for i in range((end // size).bit_length()) if size << i < end]
+            if all(history.block_key(branch.tip, place) in found for place in looked_at):
+                while end < length and history.block_key(branch.tip, end) in found:
+                    held, end = end, end + size
         return length - held

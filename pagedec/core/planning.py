@@ -10,7 +10,6 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pagedec.core.adapter_places import AdapterPlaces
-from pagedec.core.checks import DECODERS_CODE, check_queries
 from pagedec.core.costs import StepCosts, StepTime
 from pagedec.core.demand import Demand, Forecast
 from pagedec.core.draft import EMPTY
@@ -22,6 +21,7 @@ from pagedec.core.parked import Parking
 from pagedec.core.pausing import extra_rows
 from pagedec.core.plan import StepPlan, shape_of
 from pagedec.core.preemption import Room
+from pagedec.core.proposing import propose
 from pagedec.core.protocol import Best, Query
 from pagedec.core.request import KNOWN, LAST, Branch, Request, order_of
 from pagedec.core.reuse import Reuse
@@ -29,7 +29,7 @@ from pagedec.core.rows import Chain, Rows
 from pagedec.core.sampler import Sampler
 from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.core.weighing import Weighing
-from pagedec.errors import PagedecError, RequestError, told
+from pagedec.errors import RequestError
 
 
 class Planner:
@@ -145,14 +145,8 @@ class Planner:
         if not self._rows.is_empty and self._only is None:
             if self._rows.extra_left <= 0:
                 return False
-            demand = self._demand
-            if demand.refused == (request, demand.num_changes):
-                return False
-            if self._forecast is None:
-                inside = [other for other in self._started if other.started]
-                self._forecast = demand.forecast(self._copies["target"].pool, inside, request, self._parking)
-            if not self._forecast.admits(request, self._reuse.num_shared(request)):
-                demand.refused = request, demand.num_changes
+            if not self._comes_in(request, counts=True):
+                self._demand.refused = request, self._demand.num_changes
                 return False
         request.started = True
         if request.home is not None:
@@ -160,6 +154,16 @@ class Planner:
         if request not in self._started:  # it may have given way in this very step
             insort(self._started, request, key=order_of)
         return True
+
+    def _comes_in(self, request: Request, counts: bool = False) -> bool:
+        """Whether the pool has room for one that waits outside. `counts`: if so, it has taken that."""
+        demand = self._demand
+        if demand.refused == (request, demand.num_changes):
+            return False
+        if self._forecast is None:
+            inside = [other for other in self._started if other.started]
+            self._forecast = demand.forecast(self._copies["target"].pool, inside, request, self._parking)
+        return self._forecast.admits(request, self._reuse.num_shared(request), counts)
 
     # ---- what is asked
     def _queries(self, request: Request) -> list[Query]:
@@ -299,9 +303,11 @@ class Planner:
         if is_through or rows.seqs_left <= 1 or self._only is not None or self._requests[-1] is request:
             return NOTHING
         if self._overtaking is None:
-            demand, caching = self._demand, self._limits.enable_prefix_caching
-            refused = demand.refused[0] if demand.refused and demand.refused[1] == demand.num_changes else None
-            self._overtaking = Overtaking(self._requests, self._may_run, refused, rows.extra, caching)
+            left = rows.extra - max(0, rows.extra_left - rows.left)  # whoever writes has had his
+            others, size = self._requests, self._adapters
+            self._overtaking = Overtaking(
+                request, others, self._may_run, self._comes_in, size, left, rows.seqs_left - 1
+            )
         return self._overtaking.kept(request)
 
     def _lay(self, request: Request, chains: Sequence[Chain]) -> None:
@@ -379,16 +385,3 @@ class Planner:
             if not self._room.make(request, protected):
                 return False
         return True
-
-
-def propose(request: Request, room: int, vocab_size: int) -> list[Query]:
-    """What a request's decoder asks; its mistakes are the request's, by name."""
-    try:
-        with DECODERS_CODE:
-            queries = request.decoder.propose(request.branches, room)
-        check_queries(queries, request.branches, request.decoder, vocab_size)
-    except PagedecError as error:
-        raise RequestError(request.id, f"its decoder cannot propose: {error}") from error
-    except Exception as error:
-        raise RequestError(request.id, f"its decoder cannot propose: {told(error)}") from error
-    return list(queries)

@@ -33,7 +33,9 @@ class Reuse:
             return False
         before = table.length
         if (trunks := self._trunks.get(request)) is not None:  # one of them has looked in the prefix cache for all
-            _fork(branch, *trunks.donor(branch))
+            donor, best = trunks.donor(branch)
+            size = table.pool.block_size
+            _fork(branch, donor, best // size * size)  # from within a block the prefix cache goes no further
         if self._caching:
             _extend_from_cache(branch, request)
         if len(request.branches) > 1 and self._wait_for_trunk(request, branch, branch.table.length > before):

@@ -140,22 +140,89 @@ def test_a_session_goes_on_behind_its_own_blocks() -> None:
 
 
 def test_nothing_is_kept_for_who_waits_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has no room for him: the step behind the one that has found it out has all rows for the first."""
+    """The pool has no room for him, and none when an answer has ended in each step."""
     steps = steps_of()
-    steps.add("first", 900)
+    for i in range(5):
+        steps.add(f"ends {i}", 2, max_tokens=3 + i)
+    steps.step()
+    steps.add("first", 1250)
     steps.step()
     steps.add("late", 40)
     monkeypatch.setattr(Forecast, "admits", lambda *_: False)
-    assert steps.step() == {"first": ROWS - 40}
-    assert steps.step() == {"first": ROWS}
+    for num_writing in (5, 4, 3, 2, 1):
+        had = steps.step()
+        assert sum(had.values()) == ROWS and had["first"] >= ROWS - num_writing and "late" not in had
     monkeypatch.undo()
-    steps.engine.scheduler._demand.num_changes += 1  # something has ended
-    assert steps.step() == {"first": ROWS - 40, "late": 40}
+    steps.engine.scheduler._demand.num_changes += 1
+    assert steps.step()["first"] <= ROWS
+
+
+def test_writers_leave_it_most_of_what_they_leave() -> None:
+    """A quarter is kept of what is left by who writes, however many short ones come."""
+    steps = steps_of(max_num_seqs=400)
+    for i in range(160):
+        steps.add(f"writes {i}", 2, max_tokens=14)
+    for _ in range(4):
+        steps.step()
+    steps.add("long", 150)
+    rows = []
+    for i in range(5):
+        for k in range(4):
+            steps.add(f"short {i} {k}", 9, max_tokens=1)
+        rows.append(steps.step()["long"])
+    assert rows[0] == 40 - 9 and sum(rows) >= 5 * 28
+
+
+def test_writers_before_it_are_not_looked_at() -> None:
+    steps = steps_of()
+    for i in range(MOST_LOOKED_AT + 10):
+        steps.add(f"writes {i}", 2, max_tokens=40)
+    steps.step()
+    steps.add("long", 450)
+    steps.add("short", 20)
+    assert steps.step()["short"] == 20
+
+
+@pytest.mark.parametrize("num_seqs", [2, 3])
+def test_nothing_is_kept_for_who_finds_no_seat(num_seqs: int) -> None:
+    steps = steps_of(max_num_seqs=num_seqs)
+    steps.add("writes", 2, max_tokens=40)
+    steps.step()
+    steps.add("long", 450)
+    for i in range(4):
+        steps.add(f"short {i}", 12)
+    had = steps.step()
+    assert sum(had.values()) == ROWS and len(had) == num_seqs
+
+
+def test_nothing_is_kept_for_adapters_without_a_place() -> None:
+    steps = steps_of(num_adapter_places=1)
+    for name, length, adapter in (("long", 450, 1), ("same", 12, 1), ("other", 13, 2), ("none", 14, 0)):
+        steps.add(name, length).adapter = adapter
+    plan = steps.engine.scheduler.plan()
+    assert {work.request.id: work.num_tokens for work in plan.works} == {"long": ROWS - 26, "same": 12, "none": 14}
+
+
+def test_strange_prompts_are_not_read_to_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the prefix cache has the most of one: its first block says that it has not."""
+    steps = steps_of(enable_prefix_caching=True)
+    steps.add("long", 450)
+    for i in range(20):
+        steps.add(f"{'x' * i}", 1000)
+    places, block_key = list[int](), History.block_key
+
+    def noting(history: History, tip: int, end: int) -> bytes:
+        places.append(end)
+        return block_key(history, tip, end)
+
+    monkeypatch.setattr(History, "block_key", noting)
+    steps.engine.scheduler.plan()
+    assert sorted(set(places)) == [*range(8, ROWS + 1, 8)], "what the long one computes, and a block of each other"
 
 
 def test_a_long_queue_costs_no_more_than_its_beginning() -> None:
     steps = steps_of()
-    for i in range(MOST_LOOKED_AT):
+    for i in range(MOST_LOOKED_AT + 1):
         steps.add(f"long {i}", 201)
     steps.add("short", 3)
     assert steps.step() == {"long 0": ROWS}

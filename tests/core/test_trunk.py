@@ -47,7 +47,7 @@ class Sampled:
         self.scheduler.add(self.request)
         while len(self.request.branches) < num_answers:
             self.step()
-        for _ in range(20):
+        for _ in range(50):
             self.step()
 
     def step(self) -> int:
@@ -70,7 +70,7 @@ class Sampled:
         return len(nodes)
 
 
-@pytest.mark.parametrize("length", [511, 2000])
+@pytest.mark.parametrize("length", [505, 511, 512, 2000])
 def test_one_of_them_looks_in_the_prefix_cache_for_all(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a preemption: each had found all blocks of the prompt by itself, one node each, and planning the step took
     seconds where there were many."""
@@ -86,7 +86,7 @@ def test_one_of_them_looks_in_the_prefix_cache_for_all(length: int, monkeypatch:
     monkeypatch.setattr(reuse, "_extend_from_cache", noting)
     many.scheduler.preempt("many")
     rows = [many.step() for _ in range(3)]
-    assert rows[-1] == 12 and sum(rows[:2]) <= 12 * 40, "the prompt was found"
+    assert rows[-1] == 12 and sum(rows[:2]) <= 12 * 18, "all whole blocks were found, each branch's own, too"
     prompt = length // 16
     assert max(lookups) >= prompt and sum(found >= prompt for found in lookups) == 1
     assert many.num_nodes() <= num_nodes + 12
