@@ -16,9 +16,11 @@ from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable
 from pagedec.decoders import make_decoder
 from pagedec.decoders.scoring import ScoreParams
+from pagedec.errors import RequestError
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import BeamParams
 from tests.core.test_pausing import Steps
+from tests.core.world import results
 
 ROWS = 200
 KEPT = ROWS // SHARE
@@ -226,3 +228,35 @@ def test_a_long_queue_costs_no_more_than_its_beginning() -> None:
         steps.add(f"long {i}", 201)
     steps.add("short", 3)
     assert steps.step() == {"long 0": ROWS}
+
+
+@pytest.mark.parametrize("hostile", ["abort short", "abort long", "fails", "loses its blocks"])
+def test_neighbours_keep_their_bits(hostile: str) -> None:
+    """In pieces of 24 rows over blocks of 8, while somebody leaves, fails, or has to begin again."""
+
+    def run(names: list[str], is_hostile: bool = False) -> tuple[Steps, dict[str, list[list[int]]]]:
+        steps = Steps(None, max_num_batched_tokens=24, enable_prefix_caching=True)
+        scheduler, requests = steps.engine.scheduler, {}
+        for number, name in enumerate(names):
+            length = 150 if "long" in name else 5 + len(name) % 3
+            requests[name] = steps.add(name, length, max_tokens=9, params=SamplingParams(seed=len(name), n=2))
+            for _ in range(2 if len(names) > 1 else 0):
+                steps.make()
+            if is_hostile and number == 3:
+                if hostile == "fails":
+                    scheduler.fail(requests["long one"], RequestError("long one", "its own fault"))
+                elif hostile == "loses its blocks":
+                    scheduler.preempt("long one")
+                else:
+                    scheduler.abort("long one" if "long" in hostile else name)
+        while scheduler.requests:
+            steps.make()
+        steps.engine.check_whole()
+        return steps, {name: results(request) for name, request in requests.items()}
+
+    names = ["long one", "a", "ab", "abc", "abcd", "another long", "abcde"]
+    _, found = run(names, is_hostile=True)
+    gone = {"abort short": ["abc"], "abort long": ["long one"], "fails": ["long one"]}.get(hostile, [])
+    for name in names:
+        if name not in gone:
+            assert found[name] == run([name])[1][name] and len(found[name]) == 2, name
